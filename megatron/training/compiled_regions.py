@@ -167,8 +167,8 @@ class _Regions:
         if isinstance(activation, partial) and activation.func is gated_activation:
             is_on_triton = runs_on_triton(weight)
         else:
-            adds_bias = isinstance(mlp, FeedForward) and mlp.linear_fc1.bias is not None
-            is_on_triton = adds_bias and cast("FeedForward", mlp).has_program(weight)
+            has_kernel = isinstance(mlp, FeedForward) and (mlp.fuses_activation or mlp.linear_fc1.bias is not None)
+            is_on_triton = has_kernel and cast("FeedForward", mlp).has_program(weight)
         if is_on_triton:
             self.left[name] = _ON_TRITON
         elif weight.device.type == "cpu" and mlp.activation in _FAST_ON_CPU:

@@ -15,6 +15,7 @@ from megatron.config import RunConfig
 from megatron.core.collectives import all_gather_objects, any_rank
 from megatron.core.config_base import with_fields
 from megatron.core.cuda_graph import GraphBackend
+from megatron.core.device import Device
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory import HostCopies
@@ -26,6 +27,7 @@ from megatron.core.ops import (
     Float8State,
     Fp8Quantizers,
     describe_missing_flash,
+    triton_works,
     why_no_transformer_engine,
     why_no_wide_products,
 )
@@ -257,6 +259,7 @@ def build_model_and_optimizer(
     config: RunConfig, runtime: Runtime, model_provider: ModelProvider, log: Callable[[str], None]
 ) -> ModelAndOptimizer:
     """Build the model chunks and the optimizer, and log the parameter count of every model-parallel rank."""
+    check_gemm_activation(config.model, runtime.device)
     layout = config.stage_layout
     chunks = tuple(model_provider(config, runtime, contents) for contents in layout.chunks(runtime.state.pp.rank))
     for line in describe_parameter_counts(config, chunks, runtime):
@@ -321,6 +324,20 @@ def build_model_and_optimizer(
         qk_clip=qk_clip,
         num_replicas_in_loss=in_loss,
     )
+
+
+def check_gemm_activation(model: DecoderConfig, device: Device) -> None:
+    """Reject GEMMs with activations where no Triton kernel can run.
+
+    Raises:
+        ConfigurationError: the run is on CPU, or Triton does not work.
+    """
+    if not model.gemm_activation_fusion:
+        return
+    if not device.is_cuda:
+        raise ConfigurationError("--gemm-activation-fusion needs a CUDA device, and this run is on CPU; omit it")
+    if not triton_works():
+        raise ConfigurationError("--gemm-activation-fusion needs Triton, which cannot be used here; omit it")
 
 
 def keeps_float8_weights(config: RunConfig) -> bool:

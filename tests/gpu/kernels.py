@@ -24,11 +24,15 @@ from megatron.core.ops.dot_product_attention import AttentionInputs, fused_atten
 from megatron.core.ops.dropout import DropoutKeys, DropoutSamples, drop_hidden, keyed_dropout
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.ops.gemm import linear
+from megatron.core.ops.gemm_activation import FusedActivation
 from megatron.core.ops.linear_attention import gated_delta_rule, selective_scan
 from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cross_entropy import vocab_sharded_cross_entropy
+from megatron.core.tensor_parallel.mappings import InputRegion
+from megatron.core.tensor_parallel.sharded_layers import tensor_parallel_linear, tensor_parallel_linear_with_activation
 from megatron.core.transformer.mamba_mixer import GatedNorm
+from megatron.core.transformer.mlp import ACTIVATIONS
 from megatron.core.transformer.norm import ResidualNorm
 from megatron.core.transformer.rotary_pos_embedding import (
     RotaryAngles,
@@ -157,6 +161,17 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
         return activate_with_bias(x + bias.detach(), bias, gelu, "gelu_tanh")
 
     yield KernelPair("gelu behind a bias", activated, lambda x, bias: gelu(x + bias), (hidden, hidden[-1:]))
+    width_inside, features = 4 * hidden[-1], hidden[-1]
+    layer = (hidden, (width_inside, features), (width_inside,), (features, width_inside))
+    for kind, function in ACTIVATIONS.items():
+        if kind == "relu":
+            continue
+        yield KernelPair(
+            f"GEMMs with {kind}",
+            partial(fed_forward, FusedActivation(function, kind, sums_rows=True)),
+            lambda x, first, bias, second, function=function: F.linear(function(F.linear(x, first, bias)), second),
+            layer,
+        )
     samples = DropoutSamples.at(1, 0, 0, batch, place)
     keys = DropoutKeys(samples, torch.arange(length, device=place), slice(None), range(1)).after_attention(0)
     yield KernelPair(
@@ -205,6 +220,15 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
         shapes = (by_sequence, by_sequence, by_sequence, decays, by_sequence[:3])
         # In float64 torch computes it.
         yield KernelPair(name, delta_rule, partial(delta_rule, dtype=torch.float64), shapes)
+
+
+def fed_forward(
+    activation: FusedActivation, x: torch.Tensor, first: torch.Tensor, bias: torch.Tensor, second: torch.Tensor
+) -> torch.Tensor:
+    """Return the output of a feed-forward layer whose GEMMs compute the activation."""
+    tp = single_rank_group()
+    inner, activated = tensor_parallel_linear_with_activation(x, first, bias, InputRegion.REPLICATED, tp, activation)
+    return tensor_parallel_linear(activated, second, None, InputRegion.SPLIT, tp, inner=inner, activation=activation)
 
 
 def delta_rule(

@@ -71,6 +71,19 @@ def _check_gate(config: RunConfig) -> Iterator[str]:
             yield f"{name} {value} applies only to gated FFN layers; add --swiglu, --geglu or --quick-geglu"
 
 
+_IN_GEMMS = ("gelu_tanh", "gelu", "squared_relu")
+"""Activations that the GEMMs of --gemm-activation-fusion compute."""
+
+
+def _check_gemm_activation(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.gemm_activation_fusion and model.activation not in _IN_GEMMS:
+        yield (
+            f"--gemm-activation-fusion does not support the activation {model.activation}, only GELU and "
+            "--squared-relu; omit it"
+        )
+
+
 def _check_query_groups(config: RunConfig) -> Iterator[str]:
     model = config.model
     heads = model.num_attention_heads
@@ -445,6 +458,10 @@ MODEL_CHECKS = (
         _check_rotary,
     ),
     Check(("normalization", "norm_placement", "norm_parameters", "transformer_impl", "v_layernorm"), _check_norms),
+    Check(
+        ("gemm_activation_fusion", "activation_func", "xielu", "squared_relu", *GATED_ACTIVATIONS),
+        _check_gemm_activation,
+    ),
     Check(("glu_linear_offset", "activation_func_clamp_value", "mlp_gate_multiplier"), _check_gate),
     Check(("ckpt_format", "num_experts", "expert_tensor_parallel_size"), _check_format),
     Check(("num_layers", "window_size", "window_attn_skip_freq", *ATTENTION_SHAPE), _check_windows),

@@ -85,6 +85,11 @@ if TYPE_CHECKING:
         uses_onednn,
         why_no_wide_products,
     )
+    from megatron.core.ops.gemm_activation import (
+        FusedActivation,
+        activation_input_gradient,
+        linear_with_activation,
+    )
     from megatron.core.ops.nvfp4_quantizers import Nvfp4Quantizers
     from megatron.core.ops.nvfp4_tensor import has_nvfp4_products
     from megatron.core.ops.sparse_attention import (
@@ -135,6 +140,7 @@ __getattr__ = lazy_exports(
             "grouped_gradient grouped_product has_grouped_kernel has_library lengthened_group linear linear_into "
             "product row_counts unfinished_grouped_gradient uses_onednn why_no_wide_products"
         ),
+        "gemm_activation": "FusedActivation activation_input_gradient linear_with_activation",
         "nvfp4_quantizers": "Nvfp4Quantizers",
         "nvfp4_tensor": "has_nvfp4_products",
         "sparse_attention": "attention_of_all_heads index_scores indexer_divergence select_keys",

@@ -468,7 +468,9 @@ class RowParallelLinear(_MegatronLinear, RowShardedLinear):
         if self.bias is not None:
             self.bias.sequence_parallel = config.sequence_parallel
 
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(  # type: ignore[override]
+        self, input_: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the summed output, and with ``skip_bias_add`` the bias.
 
         With sequence parallelism the output is this rank's part of the sequence.

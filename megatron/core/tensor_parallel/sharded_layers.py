@@ -23,8 +23,16 @@ from megatron.core.collectives import (
 )
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory import ReusedMemory
-from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad_of
-from megatron.core.ops import Fp8Quantizers, add_rows, linear, product
+from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, leave_parts, main_grad_of
+from megatron.core.ops import (
+    Fp8Quantizers,
+    FusedActivation,
+    activation_input_gradient,
+    add_rows,
+    linear,
+    linear_with_activation,
+    product,
+)
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
@@ -48,6 +56,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.overlapped_linear import gathered_linear, scattered_linear
 
+_INNER = 10
+"""Place of ``inner`` among the arguments of `_Linear`."""
+
 
 class _Linear(torch.autograd.Function):
     @staticmethod
@@ -63,11 +74,19 @@ class _Linear(torch.autograd.Function):
         overlap: LinearOverlap,
         scatters: bool,
         memory: ReusedMemory | None,
-    ) -> torch.Tensor:
+        inner: torch.Tensor | None,
+        activation: FusedActivation | None,
+        keeps_inner: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor | None, torch.Tensor]:
         # A quantized weight is dequantized again in the backward pass.
         ctx.quantized = quantized_of(weight)
         # The input is needed only for the weight's gradient, which a frozen weight does not have.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.quantized is None else None)
+        ctx.save_for_backward(
+            x if ctx.needs_input_grad[1] else None,
+            weight if ctx.quantized is None else None,
+            inner if ctx.needs_input_grad[_INNER] else None,
+        )
+        ctx.activation = activation
         ctx.x_shape = x.shape
         ctx.region, ctx.tp, ctx.product_library = region, tp, library
         ctx.overlap, ctx.scatters = overlap, scatters
@@ -81,12 +100,18 @@ class _Linear(torch.autograd.Function):
                 return scattered_linear(x, weight, bias, tp, overlap, library)
             return gathered_linear(x, weight, bias, tp, overlap, library)[0]
         full_x = all_gather_first_dim(x, tp) if region is InputRegion.SEQUENCE else x
+        if activation is not None and inner is None:
+            results = linear_with_activation(full_x, weight, bias, activation, keeps_input=keeps_inner, library=library)
+            # The layer that reads the activation returns the gradient of the activation's input.
+            ctx.mark_non_differentiable(results[1])
+            ctx.set_materialize_grads(False)
+            return results
         output = linear(full_x, weight, bias, library, memory)
         return reduce_scatter_first_dim(output, tp) if scatters else output
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
+        x, weight, inner = ctx.saved_tensors
         region: InputRegion = ctx.region
         tp: Group = ctx.tp
         library: str = ctx.product_library
@@ -99,8 +124,12 @@ class _Linear(torch.autograd.Function):
             full_x = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
             gathering = all_gather_into(full_x, x.contiguous(), tp, async_op=overlap.bulk_gather)
 
-        x_grad, reducing = None, None
-        if ctx.scatters and overlap.backward and needs_x_grad:
+        x_grad, inner_grad, reducing = None, None, None
+        if inner is not None:
+            inner_grad, parts = activation_input_gradient(grad, weight, inner, ctx.activation, library)
+            if parts is not None:
+                leave_parts(inner_grad, parts)
+        elif ctx.scatters and overlap.backward and needs_x_grad:
             x_grad, gathered = gathered_linear(grad, weight.t(), None, tp, overlap, library, keeps=True)
             assert gathered is not None
             grad = gathered
@@ -127,7 +156,7 @@ class _Linear(torch.autograd.Function):
         bias_grad = bias_gradient(own_grad, ctx.bias_receiver) if needs_bias_grad else None
         if reducing is not None:
             reducing.wait()
-        return x_grad, weight_grad, bias_grad, *(None,) * 7
+        return x_grad, weight_grad, bias_grad, *(None,) * 7, inner_grad, None, None
 
 
 def _accumulate_weight_grad(
@@ -152,6 +181,8 @@ def tensor_parallel_linear(
     scatters: bool = False,
     memory: ReusedMemory | None = None,
     quantizers: Fp8Quantizers | None = None,
+    inner: torch.Tensor | None = None,
+    activation: FusedActivation | None = None,
 ) -> torch.Tensor:
     """Compute ``x @ weight.T + bias`` with this rank's shard of the weight.
 
@@ -159,6 +190,9 @@ def tensor_parallel_linear(
     ``library`` computes the GEMMs on CPU (see `linear`). ``scatters`` reduce-scatters the result of a SPLIT input along
     s. ``overlap`` determines which communication overlaps which GEMM. ``memory`` provides the output buffer on a CPU
     without chunked overlap. With ``quantizers`` the GEMMs run in FP8 without overlap.
+
+    If ``x`` is the ``activation`` of ``inner`` (see `tensor_parallel_linear_with_activation`), ``inner`` has the
+    gradient instead of ``x``. Such a layer overlaps no chunks and is not quantized.
 
     Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` for region SEQUENCE) ``-> [s, b, out]`` with the shard's own ``in`` and
     ``out``, ``[s/tp, b, out]`` if it ``scatters``. Backward: the input's gradient is all-reduced (REPLICATED) or
@@ -170,7 +204,31 @@ def tensor_parallel_linear(
             *(x, weight, bias, region, tp, quantizers), adds_bias=adds_bias, library=library, scatters=scatters
         )
     arguments = (x, weight, bias, region, tp, adds_bias, library, overlap, scatters, memory)
-    result: torch.Tensor = _Linear.apply(*arguments)  # type: ignore[no-untyped-call]
+    more = (inner, None if inner is None else activation, False)
+    result: torch.Tensor = _Linear.apply(*arguments, *more)  # type: ignore[no-untyped-call]
+    return result
+
+
+def tensor_parallel_linear_with_activation(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    region: InputRegion,
+    tp: Group,
+    activation: FusedActivation,
+    *,
+    library: str = "auto",
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Compute ``x @ weight.T + bias`` with this rank's shard of the weight, and its activation, in one GEMM.
+
+    The first result is None if autograd is off. The second one has no gradient: the layer that reads it takes both
+    results and computes the gradient of the first one. ``tensor_parallel_linear`` describes the other arguments.
+
+    Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` for region SEQUENCE) ``-> [s, b, out]`` twice.
+    """
+    more = (True, library, WHOLE, False, None, None, activation, torch.is_grad_enabled())
+    result: tuple[torch.Tensor | None, torch.Tensor]
+    result = _Linear.apply(x, weight, bias, region, tp, *more)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -264,14 +322,20 @@ class ColumnShardedLinear(nn.Module):
         gives_bias_gradient: bool = True,
         memory: ReusedMemory | None = None,
         fused: Callable[[torch.Tensor, torch.Tensor], Any] | None = None,
+        activation: FusedActivation | None = None,
     ) -> Any:
         """Return this rank's output features, or all of them; with ``skip_bias_add`` also the bias.
 
         Without ``gives_bias_gradient`` a later operation computes the bias's gradient. ``memory`` is for this rank's
         features (see `tensor_parallel_linear`). ``fused`` computes a result from the input and the weight instead.
+        With ``activation`` this rank's features and their activation are returned.
         """
         if fused is not None:
             return fused(x, self.weight)
+        if activation is not None:
+            return tensor_parallel_linear_with_activation(
+                *(x, self.weight, self.bias, self.region, self.tp, activation), library=self.product_library
+            )
         in_product: torch.Tensor | None = None if self.skip_bias_add else self.bias
         if in_product is not None and not gives_bias_gradient:
             in_product = in_product.detach()
@@ -347,18 +411,27 @@ class RowShardedLinear(nn.Module):
             bias_spec = replicated_spec("bias", (output_size,), tp_group, config.sequence_parallel)
             self.bias = make_parameter((output_size,), bias_spec, dtype, device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, x: torch.Tensor, *, inner: torch.Tensor | None = None, activation: FusedActivation | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Return the summed output: this rank's part of the sequence under sequence parallelism.
 
-        With ``skip_bias_add`` the bias is returned too.
+        With ``skip_bias_add`` the bias is returned too. If ``x`` is the ``activation`` of ``inner``, the gradient is
+        that of ``inner`` (see `tensor_parallel_linear`).
         """
         if not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(x, self.tp)
         if self.skip_bias_add:
             return self._summed_product(x, None), self.bias
-        return self._summed_product(x, self.bias)
+        return self._summed_product(x, self.bias, inner, activation)
 
-    def _summed_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _summed_product(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        inner: torch.Tensor | None = None,
+        activation: FusedActivation | None = None,
+    ) -> torch.Tensor:
         scatters = self.sequence_parallel and self.tp.size > 1
         # One rank adds the bias in its GEMM, which is free; a separate addition would cost memory traffic.
         in_product = bias
@@ -385,6 +458,8 @@ class RowShardedLinear(nn.Module):
             overlap=self.overlap,
             scatters=product_scatters,
             quantizers=self.quantizers,
+            inner=inner,
+            activation=activation,
         )
         if not scatters:
             return reduce_from_tensor_model_parallel_region(partial, self.tp)

@@ -677,6 +677,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
     bias_gelu_fusion: bool = flag(True, negative="--no-bias-gelu-fusion", role="meaning", seen_as="activation")
     """Use the tanh form of GELU, as the fused kernel does. Off: use the exact GELU, not the tanh form, unless
     --openai-gelu is given."""
+    gemm_activation_fusion: bool = flag(
+        False,
+        role="run",
+        excludes=("num_experts", "lora_rank", "fp8_format", "fp4_format", "tp_comm_overlap"),
+        in_args=False,
+    )
+    """Compute GELU or squared ReLU, and its derivative, in the Triton GEMMs of the feed-forward's linear layers; needs
+    CUDA and Triton. Transformer Engine: NVTE_GEMM_GELU_FUSION."""
     add_bias_linear: bool = flag(True, negative="--disable-bias-linear", role="weights")
     """Add biases to the linear layers. Off: use linear layers without biases."""
     add_qkv_bias: bool = flag(False, role="weights", seen_as="has_qkv_bias")

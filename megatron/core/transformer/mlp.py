@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.core.layer_output import LayerOutput
 from megatron.core.model_parallel_config import reject_unsupported
-from megatron.core.ops import runs_on_triton
+from megatron.core.ops import FusedActivation, runs_on_triton
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
@@ -45,6 +45,7 @@ class FeedForward(nn.Module):
         self.is_gated = config.is_gated
         self.activation = make_activation(config, tp, device)
         self.output_multiplier = config.mlp_output_multiplier
+        self.fuses_activation = config.gemm_activation_fusion
         self.linear_fc1 = ColumnShardedLinear(
             config.hidden_size,
             config.ffn_hidden_size * stride,
@@ -68,7 +69,9 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> LayerOutput:
-        output = self.linear_fc2(self._activated(x))
+        # An activation that has been replaced has no kernel.
+        is_fused = self.fuses_activation and self.activation is ACTIVATIONS.get(self.kind)
+        output = self._fused(x) if is_fused else self.linear_fc2(self._activated(x))
         return LayerOutput(output if self.output_multiplier == 1.0 else output * self.output_multiplier)
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,6 +81,13 @@ class FeedForward(nn.Module):
         from megatron.core.ops.triton import activate_with_bias
 
         return activate_with_bias(self.linear_fc1(x, gives_bias_gradient=False), bias, self.activation, self.kind)
+
+    def _fused(self, x: torch.Tensor) -> Any:
+        """Return the output with the activation and its derivative in the epilogues of the GEMMs."""
+        bias = self.linear_fc1.bias
+        fused = FusedActivation(self.activation, self.kind, bias is not None and bias.requires_grad)
+        inner, activated = self.linear_fc1(x, activation=fused)
+        return self.linear_fc2(activated, inner=inner, activation=fused)
 
     def has_program(self, *tensors: torch.Tensor) -> bool:
         """Return whether a Triton kernel differentiates the non-gated activation on these tensors' device.

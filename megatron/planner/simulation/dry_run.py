@@ -107,8 +107,8 @@ def _part(operation: Operation) -> str:
         return "recomputed"
     if operation.phase in ("optimizer", "end"):
         return "optimizer"
-    # Names of Triton kernels contain a dot, after the module name.
-    is_product = operation.name in ("bmm", "baddbmm") or "." in operation.name
+    # Names of Triton kernels contain a dot, after the module name. Those that are one GEMM belong to linear layers.
+    is_product = operation.name in ("bmm", "baddbmm") or ("." in operation.name and operation.gemm is None)
     is_score = is_product and _KERNELS in operation.where and not operation.is_expert
     return "attention" if is_score or is_attention(operation) else "gemms"
 

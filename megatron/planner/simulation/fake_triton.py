@@ -23,7 +23,7 @@ import torch
 
 from megatron.core.ops import triton as triton_kernels
 from megatron.core.ops import triton_support
-from megatron.planner.simulation.recorder import Recorder
+from megatron.planner.simulation.recorder import Gemm, Recorder
 
 _PACKAGE = triton_kernels.__name__
 
@@ -114,14 +114,15 @@ def recorded_programs(recorder: Recorder) -> Iterator[None]:
     """Let Triton kernels accept fake tensors, and record each launch instead of running it.
 
     A tensor counts once if a kernel loads from it, and once if it stores to it. The FLOPs of a kernel with matmuls are
-    those of its ``launch_metadata``. Without Triton, a substitute for the package is used.
+    those of its ``launch_metadata``. If that also has the rows, inner size and columns of a GEMM, the kernel is
+    predicted like other GEMMs. Without Triton, a substitute for the package is used.
     """
 
     def launch(program: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
         given = dict(zip(program.arg_names, arguments)) | constants
         loaded, stored = (_tensors(given, names) for names in _accesses(program))
         name = f"{program.__module__.rpartition('.')[2]}.{program.__name__}"
-        recorder.launch(name, loaded, stored, _flops(program, grid, given))
+        recorder.launch(name, loaded, stored, _flops(program, grid, given), _gemm(program, grid, given))
 
     program_type = _program_type()
     with (
@@ -190,6 +191,14 @@ def _flops(program: Any, grid: tuple[int, ...], given: Mapping[str, Any]) -> flo
         declared = program.launch_metadata(grid, None, given)
         return float(sum(value for key, value in declared.items() if key.startswith("flops")))
     return None if _multiplies(program) else 0.0
+
+
+def _gemm(program: Any, grid: tuple[int, ...], given: Mapping[str, Any]) -> Gemm | None:
+    """Return the sizes of a launch that is one GEMM, if the kernel declares them."""
+    if program.launch_metadata is None:
+        return None
+    sizes = program.launch_metadata(grid, None, given).get("gemm")
+    return None if sizes is None else Gemm(1, *sizes)
 
 
 @functools.cache

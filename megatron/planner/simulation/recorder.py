@@ -383,11 +383,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_link(transfer, is_wait=True)
 
     def launch(
-        self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], flops: float | None = 0.0
+        self,
+        name: str,
+        read: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+        flops: float | None = 0.0,
+        gemm: Gemm | None = None,
     ) -> None:
         """Record a kernel that only a CUDA build has; ``flops`` is None if they are not known."""
         num_bytes = sum(map(_spanned_bytes, (*read, *written)))
-        work = _Work(flops or 0.0, is_uncounted=flops is None)
+        work = _Work(flops or 0.0, gemm, is_uncounted=flops is None)
         self._note(name, [*read, *written], num_bytes, work, self._named_after_forward(self._where()))
 
     def __torch_dispatch__(

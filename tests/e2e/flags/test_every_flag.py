@@ -40,6 +40,7 @@ ANSWERED = {
     "--exit-signal-handler": "--exit-signal-handler has no effect with --exit-signal SIGTERM",
     "--inprocess-restart": "error: --inprocess-restart: this script does not keep its rank",
     "--log-arguments": "--log-arguments has no effect: all arguments are printed",
+    "--gemm-activation-fusion": "error: --gemm-activation-fusion needs a CUDA device",
     "--local-rank": "--local-rank 1 has no effect on a CPU",
     "--nccl-communicator-config-path": "/nccl.yaml has no effect: the process groups do not use NCCL",
     "--use-nccl-ub": "--use-nccl-ub has no effect: the process groups do not use NCCL",

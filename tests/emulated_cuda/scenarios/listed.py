@@ -400,6 +400,14 @@ SCENARIOS: tuple[Scenario, ...] = (
     program("requests served, stages", "service.py", 2, "{folder}/answers.jsonl", "2", "1"),
     program("requests served, tensor parallel", "service.py", 2, "{folder}/answers.jsonl", "1", "2"),
     training("Triton: GELU and dropout", f"{_SHORT} --bf16 --hidden-dropout 0.1", triton=True),
+    training("Triton: GELU in GEMMs", f"{_SHORT} --bf16 --gemm-activation-fusion", triton=True),
+    training(
+        "Triton: GELU in GEMMs, tensor parallel",
+        f"{_SHORT} --gemm-activation-fusion {_TENSOR} --sequence-parallel",
+        2,
+        triton=True,
+    ),
+    training("Triton: GELU in GEMMs on an A100", f"{_SHORT} --bf16 --gemm-activation-fusion", triton=True, gpu="a100"),
     training(
         "Triton: AdamW of shards", f"{_SHORT} --bf16 --train-iters 2 {_OVERLAPS} --global-batch-size 2", 2, triton=True
     ),

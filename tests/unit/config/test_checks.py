@@ -113,6 +113,9 @@ WRONG = [
     ),
     ("--quick-geglu --swiglu", 1, "--quick-geglu", ()),
     ("--glu-linear-offset 1", 1, "--glu-linear-offset", ()),
+    ("--gemm-activation-fusion --swiglu", 1, "--gemm-activation-fusion", ("swiglu", "GELU and --squared-relu")),
+    ("--gemm-activation-fusion --lora-rank 2", 1, "--gemm-activation-fusion", ("--lora-rank 2",)),
+    ("--gemm-activation-fusion --fp8-format hybrid --bf16", 1, "--gemm-activation-fusion", ("--fp8-format hybrid",)),
     ("--activation-func-clamp-value 7", 1, "--activation-func-clamp-value", ()),
     ("--swiglu --activation-func-clamp-value 0", 1, "--activation-func-clamp-value", ()),
     (

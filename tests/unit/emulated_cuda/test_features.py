@@ -204,6 +204,30 @@ def test_captured_optimizer_steps_equal_eager_steps(flags: str, nproc: int, tmp_
     assert (len({line["loss_scale"] for line in lines}) > 1) == ("--fp16" in flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "nproc", "tolerance"),
+    [
+        # The gradient of a hidden value is rounded once instead of twice: half a unit of the last place.
+        pytest.param("--bf16", 1, 2**-9, id="bf16"),
+        pytest.param(
+            f"--squared-relu --recompute-granularity full --recompute-method uniform {TP2}", 2, EXACT, id="tp"
+        ),
+    ],
+)
+def test_activations_in_gemms_do_not_change_a_training(
+    flags: str, nproc: int, tolerance: float, tmp_path: Path
+) -> None:
+    shape = "--num-layers 1 --hidden-size 16 --ffn-hidden-size 40 --seq-length 8 --max-position-embeddings 8"
+    common = f"{shape} {flags} --recompute-num-layers 1 --train-iters 3"
+    apart, fused = (
+        train_on_device(args_of(tmp_path / name, f"{common} {more}"), nproc, triton=True).iterations()
+        for name, more in (("apart", ""), ("fused", "--gemm-activation-fusion"))
+    )
+    for key in ("lm_loss", "grad_norm"):
+        assert [line[key] for line in fused] == pytest.approx([line[key] for line in apart], rel=tolerance)
+    assert fused[0]["lm_loss"] != fused[-1]["lm_loss"]
+
+
 LATE = "--overlap-step-results"
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         gated_delta_rule_output,
     )
     from megatron.core.ops.triton.gated_norm import MAX_GROUP_WIDTH, gate_and_normalize
+    from megatron.core.ops.triton.gemm_activation import activation_input_gradient, linear_with_activation
     from megatron.core.ops.triton.nvfp4_cast import cast_to_nvfp4, nvfp4_amaxes
     from megatron.core.ops.triton.probe import probe_float8
     from megatron.core.ops.triton.query_key_value import rotate_query_and_key, split_and_rotate, split_with_bias
@@ -43,6 +44,7 @@ __getattr__ = lazy_exports(
         "fp8_scaled_cast": "amaxes cast_rows cast_segments cast_squares scales_of",
         "gated_delta_rule": "MAX_KEY_DIM gated_delta_rule_gradients gated_delta_rule_output",
         "gated_norm": "MAX_GROUP_WIDTH gate_and_normalize",
+        "gemm_activation": "activation_input_gradient linear_with_activation",
         "nvfp4_cast": "cast_to_nvfp4 nvfp4_amaxes",
         "probe": "probe_float8",
         "query_key_value": "rotate_query_and_key split_and_rotate split_with_bias",

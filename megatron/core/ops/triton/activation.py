@@ -22,6 +22,21 @@ _MAX_PARTS = 256
 
 
 @triton.jit
+def activation_of(x, KIND: tl.constexpr):
+    """Return the activation of ``x``."""
+    tl.static_assert(KIND == "gelu" or KIND == "gelu_tanh" or KIND == "squared_relu", "an activation without a program")
+    if KIND == "gelu":
+        result = 0.5 * x * (1.0 + tl.erf(0.7071067811865476 * x))
+    elif KIND == "gelu_tanh":
+        # As in a gated activation: the tanh approximation is x * sigmoid(u).
+        result = x * tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+    else:
+        positive = tl.maximum(x, 0.0)
+        result = positive * positive
+    return result
+
+
+@triton.jit
 def slope_of(x, KIND: tl.constexpr):
     """Return the derivative of an activation at ``x``."""
     tl.static_assert(KIND == "gelu" or KIND == "gelu_tanh" or KIND == "squared_relu", "an activation without a slope")

@@ -64,6 +64,7 @@ SMALL_PROGRAMS: dict[str, dict[str, Any]] = {
     "fp8_scaled_cast": {"_AMAX_BLOCK": 16, "_ROWS_BLOCK": 32},
     "gated_delta_rule": {"_BLOCKS": dict.fromkeys((torch.bfloat16, torch.float32), (16, 16, 16))},
     "gated_norm": {"_MAX_PARTS": 3},
+    "gemm_activation": {"_GROUP": 2},
     "residual": {"_BLOCK": 64, "_MAX_PARTS": 3},
     "query_key_value": {"_TILE": 32, "_MAX_PARTS": 3},
     "selective_scan": {"_BLOCKS": dict.fromkeys((torch.bfloat16, torch.float32), (16, 4, 2, 4))},

@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ Program = tuple[str, Any, dict[str, Any], dict[str, Any], int]
 
 @dataclass(frozen=True)
 class Compiled:
-    """Hold what a program takes of a GPU, and how many instructions move 16 bytes and how many 2."""
+    """Hold what a program takes of a GPU, and how many instructions move 16 bytes and how many 2.
+
+    Copies are asynchronous ones to shared memory. Matmuls are instructions of tensor cores.
+    """
 
     name: str
     registers: int
@@ -44,6 +48,9 @@ class Compiled:
     wide_loads: int
     wide_stores: int
     narrow_accesses: int
+    wide_copies: int
+    narrow_copies: int
+    matmuls: int
 
 
 def programs(capability: int) -> Iterator[Program]:
@@ -275,7 +282,11 @@ def compile_programs(
         narrow = sum(width.endswith("b16") for _, width in accesses)
         registers, stack = map(int, found.groups())
         shared = compiled.metadata.shared
-        results.append(Compiled(name, registers, stack, shared, wide.count("ld"), wide.count("st"), narrow))
+        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global\S* .*?, (0x[0-9a-f]+|\d+)", compiled.asm["ptx"])
+        wide_copies = sum(int(size, 0) == 16 for size in copies)
+        moved = wide.count("ld"), wide.count("st"), narrow, wide_copies, len(copies) - wide_copies
+        matmuls = len(re.findall(r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", compiled.asm["ptx"]))
+        results.append(Compiled(name, registers, stack, shared, *moved, matmuls))
     return results
 
 
@@ -328,3 +339,49 @@ def check_matmul_programs(capability: int, folder: Path) -> None:
 )
 def test_programs_with_matmuls_keep_to_registers_and_shared_memory(capability: int, tmp_path: Path) -> None:
     run_distributed(1, check_matmul_programs, capability, tmp_path, timeout_s=600.0)
+
+
+def gemm_programs(capability: int, tile: Any) -> Iterator[Program]:
+    """Yield the GEMMs with an activation; the largest tiles are compiled with each activation."""
+    from megatron.core.ops.triton import activation, gemm_activation
+
+    kinds = {"bias_parts": "*fp32", "num_rows": "odd", "num_columns": "i32", "depth": "i32"}
+    if tile is gemm_activation.WIDE_TILE:
+        kinds |= dict.fromkeys(("left", "right", "bias", "inner", "output", "inner_grad"), "*fp32")
+    sizes = {"PRECISION": "ieee", "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "GROUP": 8}
+    for kind in activation.PLAIN_KINDS if tile.columns == 256 else ("gelu",):
+        of_kind = sizes | {"KIND": kind}
+        yield f"{kind}, {tile}", gemm_activation.forward_program, kinds, of_kind, tile.num_warps
+        yield f"{kind} gradient, {tile}", gemm_activation.gradient_program, kinds, of_kind, tile.num_warps
+    if tile is gemm_activation.WIDE_TILE:
+        rounded = sizes | {"KIND": "gelu", "PRECISION": "tf32"}
+        yield f"tf32, {tile}", gemm_activation.forward_program, kinds | {"bias": None}, rounded, tile.num_warps
+
+
+def check_gemm_programs(capability: int, folder: Path) -> None:
+    from megatron.core.ops.triton import gemm_activation
+
+    tiles = gemm_activation.TILES if capability >= 90 else gemm_activation.TILES_BEFORE_HOPPER
+    for tile in (*tiles, gemm_activation.WIDE_TILE):
+        of = partial(gemm_programs, tile=tile)
+        results = compile_programs(capability, folder, of=of, num_stages=tile.num_stages)
+        assert len(results) == (6 if tile.columns == 256 else 3 if tile is gemm_activation.WIDE_TILE else 2)
+        for result in results:
+            assert result.stack_bytes == 0, result
+            assert 0 < result.registers <= 65536 // (32 * tile.num_warps), result
+            assert result.shared_bytes <= SHARED_BYTES[capability], result
+            # Tensor cores, and operands that are copied to shared memory sixteen bytes at a time.
+            if tile is not gemm_activation.WIDE_TILE:
+                assert result.matmuls > 0, result
+                assert result.wide_copies > 0, result
+                assert result.narrow_copies == 0, result
+            assert result.wide_stores > 0, result
+            assert result.narrow_accesses == 0, result
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.long), 90, pytest.param(100, marks=pytest.mark.long)]
+)
+def test_gemms_with_an_activation_keep_to_registers_and_shared_memory(capability: int, tmp_path: Path) -> None:
+    run_distributed(1, check_gemm_programs, capability, tmp_path, timeout_s=600.0)

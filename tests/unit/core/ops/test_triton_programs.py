@@ -789,12 +789,20 @@ NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.4, "apply_layerno
 PARALLEL = {"use_parallel_residual": True}
 SHARED = PARALLEL | {"shared_parallel_norm": True, "norm_parameters": "weight", "residual_multiplier": 0.6}
 GPT2 = {"openai_gelu": True}
+FUSED = GPT2 | {"gemm_activation_fusion": True}
 THROUGH = {"apply_residual_connection_post_layernorm": True}
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 
 
 def check_model(settings: dict[str, Any]) -> None:
-    from megatron.core.ops.triton import activation, column_sums, cross_entropy, query_key_value, residual
+    from megatron.core.ops.triton import (
+        activation,
+        column_sums,
+        cross_entropy,
+        gemm_activation,
+        query_key_value,
+        residual,
+    )
 
     launches: Counter[str] = Counter()
     for module, attribute, name in [
@@ -802,6 +810,8 @@ def check_model(settings: dict[str, Any]) -> None:
         (activation, "gated_forward_program", "gate"),
         (activation, "gated_backward_program", "gate gradient"),
         (activation, "plain_backward_program", "activation gradient"),
+        (gemm_activation, "forward_program", "fused activation"),
+        (gemm_activation, "gradient_program", "fused activation gradient"),
         (query_key_value, "join_program", "join"),
         (column_sums, "sums_program", "sums"),
         (residual, "forward_program", "norm"),
@@ -835,10 +845,12 @@ def check_model(settings: dict[str, Any]) -> None:
     num_norms = 2 if settings.get("shared_parallel_norm", False) else 4
     num_joins = 2 if settings.get("position_embedding_type") is None else 0
     num_activations = 0 if is_gated or not has_bias else 2
+    is_fused = settings.get("gemm_activation_fusion", False)
+    fused = {"fused activation": 2, "fused activation gradient": 2}
     assert launches == {
         **({} if num_joins else {"rotate": 4}),
         **({"gate": 2, "gate gradient": 2} if is_gated else {}),
-        **({"activation gradient": num_activations} if num_activations else {}),
+        **(fused if is_fused else {"activation gradient": num_activations} if num_activations else {}),
         **({"join": num_joins} if num_joins else {}),
         "sums": num_norms + num_branches + num_activations + num_joins,
         "norm": num_norms,
@@ -875,6 +887,8 @@ class Counted:
         pytest.param(GPT2, 1, marks=pytest.mark.long),
         pytest.param(GPT2 | DROPOUT, 2, marks=pytest.mark.long),
         (GPT2 | THROUGH, 1),
+        (FUSED, 1),
+        pytest.param(FUSED | DROPOUT, 2, marks=pytest.mark.long),
     ],
     ids=[
         "llama",
@@ -886,6 +900,8 @@ class Counted:
         "gpt2",
         "gpt2, dropout, 2 ranks",
         "gpt2, stream through the norms",
+        "gpt2, activation in GEMMs",
+        "gpt2, activation in GEMMs, dropout, 2 ranks",
     ],
 )
 def test_a_model_on_triton_equals_the_model_in_torch(settings: dict[str, Any], world_size: int) -> None:

@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -13,13 +14,16 @@ import torch
 
 from megatron.core.ops import triton as triton_kernels
 from megatron.core.ops import triton_support
+from megatron.planner.gpu import find_gpu
 from megatron.planner.simulation import fake_triton
 from megatron.planner.simulation.fake_triton import has_triton_package, recorded_programs
-from megatron.planner.simulation.recorder import Recorder
+from megatron.planner.simulation.recorder import Gemm, Recorder
+from megatron.planner.simulation.roofline import operation_seconds
 from tests.harness.dry_runs import DryRunCase, run_dry_runs
 from tests.unit.config.command_lines import MINIMAL
 
 _PROGRAMS = triton_kernels.__name__
+H100 = find_gpu("h100-80gb")
 _READ = ("activation", "fp8_cast")
 _NAMES = ("triton", "triton.language", "triton.errors", "triton.runtime.jit")
 
@@ -38,6 +42,26 @@ def recorded_launches() -> Sequence[tuple[object, ...]]:
         rows = torch.ones(1, 128, 2, 16, dtype=torch.bfloat16)
         rule(rows, rows, rows, torch.zeros(1, 128, 2), rows[..., 0], None, None, 64)
     return [(each.name, each.shapes, each.num_bytes, each.flops) for each in recorder.record.operations]
+
+
+def test_a_program_that_is_one_gemm_is_recorded_as_such() -> None:
+    recorder = Recorder()
+    with recorded_programs(recorder):
+        gemms = importlib.import_module(f"{_PROGRAMS}.gemm_activation")
+        x, weight, bias = (torch.ones(size, dtype=torch.bfloat16) for size in ((6, 2, 16), (40, 16), (40,)))
+        _, output = gemms.linear_with_activation(x, weight, bias, "gelu", keeps_input=True)
+        gemms.linear_with_activation(x, weight, None, "gelu", keeps_input=False)
+        gemms.activation_input_gradient(x, weight.t().contiguous(), output, "gelu", sums_rows=True)
+    forward, without, gradient = recorder.record.operations
+    assert [each.gemm for each in recorder.record.operations] == [Gemm(1, 12, 16, 40)] * 3
+    assert [each.flops for each in recorder.record.operations] == [2 * 12 * 16 * 40] * 3
+    # Input, weight, bias, and two results; then one result; then two matrices in and one out, and sums in float32.
+    result = 12 * 40
+    assert forward.num_bytes == 2 * (12 * 16 + 40 * 16 + 40 + 2 * result)
+    assert without.num_bytes == 2 * (12 * 16 + 40 * 16 + result)
+    assert gradient.num_bytes == 2 * (12 * 16 + 40 * 16 + 2 * result) + 4 * 40
+    assert {each.itemsize for each in recorder.record.operations} == {2}
+    assert operation_seconds(forward, H100) == operation_seconds(replace(forward, name="addmm"), H100)
 
 
 def test_programs_are_counted_without_the_package_as_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
