@@ -167,6 +167,7 @@ def _product_rates(gpu: Gpu, trace: PieceTrace) -> np.ndarray:
     """Return the matmul FLOP/s for the element size of each operation."""
     itemsize = trace.column("itemsize")
     rates: np.ndarray = np.where(itemsize == 1, gpu.matmul_flops(1), gpu.matmul_flops(2))
+    rates[itemsize < 1] = gpu.matmul_flops(0.5)
     rates[itemsize > 2] = gpu.matmul_flops(4)
     return rates
 

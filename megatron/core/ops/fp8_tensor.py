@@ -72,7 +72,7 @@ class Quantized:
 
     def block_scales(self) -> torch.Tensor:
         """Return the scales in two dimensions, one number per block."""
-        return _from_tiles(self.scale) if self.has_tiles else self.scale
+        return from_tiles(self.scale).float() if self.has_tiles else self.scale
 
     @property
     def has_tiles(self) -> bool:
@@ -403,10 +403,10 @@ def swizzled(scale: torch.Tensor) -> torch.Tensor:
     return ordered.reshape(-1).view(scale.dtype)
 
 
-def _from_tiles(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales in two dimensions, in float32, from rows of whole tiles.
+def from_tiles(scale: torch.Tensor) -> torch.Tensor:
+    """Return one-byte scales in two dimensions from rows of whole tiles.
 
     Shapes: ``[n / 128, 512 tiles] -> [n, 4 tiles]``.
     """
-    tiles = scale.view(len(scale), -1, 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(len(scale) * _TILE_ROWS, -1).float()
+    tiles = scale.view(torch.uint8).view(len(scale), -1, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(len(scale) * _TILE_ROWS, -1).view(scale.dtype)

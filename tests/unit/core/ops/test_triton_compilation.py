@@ -20,7 +20,7 @@ pytestmark = needs_triton
 MAX_REGISTERS = 64
 """With these, 1024 threads of any program are at work on a multiprocessor at once."""
 MIN_FLOAT8_CAPABILITY = 90
-NUM_PROGRAMS, NUM_FLOAT8 = 58, 14
+NUM_PROGRAMS, NUM_FLOAT8 = 58, 15
 MAX_NORM_GRADIENT_REGISTERS = 128
 """Its threads keep their part of the weight gradients while the rows pass."""
 MAX_WIDE_GATE_STACK_BYTES = 40
@@ -200,7 +200,11 @@ def programs(capability: int) -> Iterator[Program]:
             yield f"float8 mx {is_e5m2}", scaled.segments_program, tiled, sizes, scaled._TILE_WARPS
         kinds = dict.fromkeys(("source", "group_of", "rows", "columns", "row_amax", "column_amax"), "*i32")
         kinds |= dict.fromkeys(("data", "turned"), "*u8") | {"num_groups": "odd", "num_rows": "i32", "width": "i32"}
-        sizes = {"ROWS": fp8_group_cast.GRAIN, "BLOCK": fp8_group_cast._BLOCK}
+        sizes = {"ROWS": fp8_group_cast._WHOLE_ROWS, "BLOCK": fp8_group_cast._WHOLE_ROW}
+        sizes |= {"IS_PADDED": False, "GRAIN": fp8_group_cast.GRAIN}
+        whole = kinds | {"scale": "*fp32"}
+        yield "float8 rows of groups", fp8_group_cast.whole_rows_program, whole, sizes, fp8_group_cast._WARPS
+        sizes = {"ROWS": fp8_group_cast.GRAIN, "BLOCK": fp8_group_cast._BLOCK, "IS_PADDED": False}
         yield "amax of groups", fp8_group_cast.group_amax_program, kinds, sizes, fp8_group_cast._WARPS
         yield "float8 groups", fp8_group_cast.group_rows_program, kinds, sizes, fp8_group_cast._WARPS
 
