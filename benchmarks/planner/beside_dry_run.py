@@ -1,4 +1,4 @@
-"""Compare the planned peak of memory with the peak of a dry run on a simulated H100, layout by layout.
+"""Compare the planned peak of memory with the peak of a dry run on a simulated H100 (NVFP4: B200), layout by layout.
 
     python benchmarks/planner/beside_dry_run.py --output benchmarks/results/planner_beside_dry_run_DATE
 
@@ -25,7 +25,7 @@ from benchmarks.gpu_dry_run.run import COMMON, FP8, GPT2_345M, LLAMA_8B, TENSORW
 from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
 from megatron.planner.explanation import with_known_vocabulary
-from megatron.planner.gpu import H100
+from megatron.planner.gpu import B200, H100, Gpu
 from megatron.planner.simulation.fake_cuda import load_fake_cuda
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ SPARSE = (
     *("--experimental-attention-variant", "dsa", "--dsa-indexer-n-heads", "16", "--dsa-indexer-head-dim", "128"),
     *("--dsa-indexer-topk", "1024", "--dsa-indexer-loss-coeff", "1e-2"),
 )
+NVFP4 = ("--fp4-format", "e2m1")
 ADAPTERS = ("--lora-rank", "16", "--load", "somewhere", "--finetune")
 _MIB = 2**20
 
@@ -82,6 +83,11 @@ class LayoutCase:
     world_size: int
     stages: tuple[int, ...]
 
+    @property
+    def gpu(self) -> Gpu:
+        """Return the type of the simulated GPU."""
+        return B200 if NVFP4[0] in self.flags else H100
+
     def config(self) -> RunConfig:
         """Return what the command line resolves to."""
         return with_known_vocabulary(resolve_arguments(self.flags, self.world_size, needs_files=False).config)
@@ -94,7 +100,7 @@ def layout_cases() -> Iterator[LayoutCase]:
     yield _case("345M", (*GPT2_345M, *COMMON), (1, 1, 1), 4, 64, (*SHARDED, "--overlap-grad-reduce"))
     eight = (*LLAMA_8B, *COMMON, "--num-layers", "8")
     for tp, pp, cp, more in (
-        *((2, 1, 1, more) for more in ((), AGAIN, FULL, BLOCK, (*FP8, *TENSORWISE), ADAPTERS, SHARDED)),
+        *((2, 1, 1, more) for more in ((), AGAIN, FULL, BLOCK, (*FP8, *TENSORWISE), NVFP4, ADAPTERS, SHARDED)),
         *((tp, 1, 1, ()) for tp in (1, 4)),
         *((2, 1, 2, more) for more in ((), ("--cp-comm-type", "all_gather"))),
         *((2, 1, 1, more) for more in (("--qk-layernorm",), ("--norm-placement", "sandwich"))),
@@ -104,7 +110,7 @@ def layout_cases() -> Iterator[LayoutCase]:
         *((2, 2, 1, more) for more in (TWO_CHUNKS, (*TWO_CHUNKS, *SHARDED), ("--delay-wgrad-compute",))),
         *((2, 2, 1, (*ZERO_BUBBLE, *more)) for more in ((), FULL, FP8)),
         (1, 4, 1, ZERO_BUBBLE),
-        *((1, 1, 1, (*FULLY, *more)) for more in ((), FULL, COPIES)),
+        *((1, 1, 1, (*FULLY, *more)) for more in ((), FULL, COPIES, NVFP4)),
         (2, 2, 1, (*FULLY, *TWO_CHUNKS)),
         (2, 1, 1, (*FULLY, *COPIES)),
         (1, 2, 1, (*FULLY, *COPIES)),
@@ -198,7 +204,7 @@ def _verified(case: LayoutCase) -> Iterator[VerifiedStage]:
     config = case.config()
     for stage in case.stages:
         start = time.monotonic()
-        verified = verify_stage(config, stage, H100, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
+        verified = verify_stage(config, stage, case.gpu, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
         print(f"{_row(case, verified)} {time.monotonic() - start:.1f} s", flush=True)
         yield verified
 

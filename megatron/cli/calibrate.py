@@ -108,6 +108,7 @@ def _figures(base: Gpu, rates: Rates, *, is_cuda: bool) -> Gpu:
         half_flops=peak,
         single_flops=base.single_flops if is_cuda else max(single),
         float8_flops=base.float8_flops if is_cuda else 0.0,
+        float4_flops=base.float4_flops if is_cuda else 0.0,
         product_share=share,
         # FP8 matmuls are not measured: their share of the peak is scaled like the 16-bit share.
         float8_share=min(1.0, base.float8_share * share / base.product_share) if is_cuda else 0.0,

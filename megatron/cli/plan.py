@@ -3,8 +3,9 @@
 python tools/plan.py --model-preset llama3.1-70b --gpus 64 --gpu h100-80gb --seq-length 8192 --global-batch-size 1024
 
 Flags of pretrain_gpt.py can replace or modify the preset. Flags for the layout, recomputation, sharding, precision and
-micro-batch size are ignored, since these settings are searched. The launch command of the best layout is printed. With
---sensitivity the search is repeated with other GPU memory, sequence lengths, batch sizes and numbers of GPUs.
+micro-batch size are ignored, since these settings are searched; with --fp4-format all layouts are in NVFP4. The launch
+command of the best layout is printed. With --sensitivity the search is repeated with other GPU memory, sequence
+lengths, batch sizes and numbers of GPUs.
 
 python tools/plan.py --evaluate RUNS.json --output PREDICTIONS.json
 
@@ -71,6 +72,7 @@ from megatron.planner import (
     find_implementation,
     find_sensitivity,
     has_flag,
+    lacks_format,
     launch_command,
     ranking_json,
     read_runs,
@@ -84,7 +86,7 @@ from megatron.training import keep_arguments
 
 if TYPE_CHECKING:
     from megatron.config import RunConfig
-    from megatron.planner import VerifiedStage
+    from megatron.planner import Gpu, Implementation, VerifiedStage
 
 _DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", NATIVE.name
 _DEFAULT_PRECISION, _DEFAULT_TOP = "both", 10
@@ -219,9 +221,13 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     check_imbalance(arguments.expert_imbalance, base.config.model)
     config = dataclasses.replace(base.config, world_size=arguments.gpus)
     keep_arguments(config)
-    both = ("bf16", "fp8") if gpu.float8_flops else ("bf16",)
-    precision = arguments.precision or _DEFAULT_PRECISION
-    precisions = both if precision == "both" else (precision,)
+    if config.model.fp8.fp4_format is None:
+        both = ("bf16", "fp8") if gpu.float8_flops else ("bf16",)
+        precision = arguments.precision or _DEFAULT_PRECISION
+        precisions = both if precision == "both" else (precision,)
+    else:
+        _check_nvfp4(arguments, training_flags, gpu, implementation)
+        precisions = ("nvfp4",)
     with waiting("searching layouts") as tried:
         problems = functools.partial(find_problems, needs_files=False)
         found = search(config, gpu, implementation, precisions, problems, tried, max(top, _PARSED_RANKS))
@@ -283,6 +289,26 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
         explanation = explain(best.parsed.config, best.parsed.notes, gpu, implementation)
         write_text("--html", arguments.html, to_page(explanation, (), table))
     check_agreement(best.verified)
+
+
+def _check_nvfp4(
+    arguments: argparse.Namespace, training_flags: Sequence[str], gpu: Gpu, implementation: Implementation
+) -> None:
+    """Check that layouts in NVFP4 can be searched.
+
+    Raises:
+        ConfigurationError: another precision is requested too, or the GPU or the implementation has no NVFP4.
+    """
+    others = [flag for flag in ("--fp8-format", "--fp8-hybrid", "--fp8-e4m3") if has_flag(training_flags, flag)]
+    others += [] if arguments.precision is None else [f"--precision {arguments.precision}"]
+    if others:
+        raise ConfigurationError(f"--fp4-format and {others[0]} exclude each other; omit one of them")
+    if not implementation.is_traced:
+        raise ConfigurationError(
+            f"--fp4-format is not predicted for --implementation {implementation.name}; use {NATIVE.name}"
+        )
+    if (problem := lacks_format(gpu, in_nvfp4=True)) is not None:
+        raise ConfigurationError(f"--fp4-format: {problem}, or omit it")
 
 
 def compare_files(arguments: argparse.Namespace, training_flags: Sequence[str]) -> None:

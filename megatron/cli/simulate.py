@@ -19,7 +19,7 @@ from megatron.cli.planner_arguments import check_world_size, check_writable, wri
 from megatron.config import resolve_arguments
 from megatron.core.errors import ConfigurationError
 from megatron.core.parallel_config import ParallelSizes
-from megatron.planner import DEEPEP_AS_ALLTOALL, GPUS, NO_NVFP4_RATE, find_gpu, with_known_vocabulary
+from megatron.planner import DEEPEP_AS_ALLTOALL, GPUS, find_gpu, lacks_format, with_known_vocabulary
 from megatron.planner.simulation import load_fake_cuda
 
 # Functions import torch, not the module: the library that replaces the CUDA driver must be loaded before torch.
@@ -71,13 +71,11 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
     gpu = find_gpu(arguments.gpu)
     parsed = resolve_arguments(training_flags, arguments.world_size, needs_files=False)
     config = with_known_vocabulary(parsed.config)
-    if config.model.fp8.fp4_format is not None:
-        raise ConfigurationError(f"{NO_NVFP4_RATE}; use --fp8-format hybrid to predict FP8")
-    if config.model.fp8.fp8_format is not None and not gpu.float8_flops:
-        able = ", ".join(sorted(name for name, each in GPUS.items() if each.float8_flops))
-        raise ConfigurationError(
-            f"--gpu {arguments.gpu} does not support FP8 GEMMs; use one of {able}, or omit the FP8 flags"
-        )
+    fp8 = config.model.fp8
+    problem = lacks_format(gpu, in_nvfp4=fp8.fp4_format is not None) if fp8.is_quantized else None
+    if problem is not None:
+        flags = "FP8" if fp8.fp4_format is None else "FP4"
+        raise ConfigurationError(f"--gpu {problem}, or omit the {flags} flags")
     for note in parsed.notes:
         print(note)
     if config.model.moe.asks_for_deepep:

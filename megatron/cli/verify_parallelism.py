@@ -76,7 +76,12 @@ def build_parser() -> Parser:
         "--max-world-size", type=int, default=MAX_WORLD_SIZE, metavar="N", help="only cases of up to N ranks"
     )
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
-    parser.add_argument("--tolerance", type=float, metavar="X", help="relative tolerance (depends on the dtype)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="relative tolerance (default: by dtype; bfloat16 compares errors with those of one process)",
+    )
     parser.add_argument("--fuzz", type=int, metavar="N", help="N random configurations instead of the matrix")
     parser.add_argument("--seed", type=int, default=0, help="seed of --fuzz")
     parser.add_argument(
@@ -214,7 +219,7 @@ def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
 
 def verify(cells: Sequence[Cell], arguments: argparse.Namespace, open_verifier: OpenVerifier) -> int:
     """Run the cases and print one line per case."""
-    from megatron.verification import NOT_HELD, Tolerance
+    from megatron.verification import ALLOWED_MULTIPLE, NOT_HELD, Tolerance
 
     counts = {"passed": 0, "failed": 0, "refused": 0}
     start_time = time.perf_counter()
@@ -230,13 +235,21 @@ def verify(cells: Sequence[Cell], arguments: argparse.Namespace, open_verifier: 
             worst = [max(pair) for pair in zip(worst, report.differences)]
             print(report.describe(), flush=True)
     elapsed_s = time.perf_counter() - start_time
-    allowed = verifier.tolerance
     print(
         f"{counts['passed']} passed, {counts['failed']} failed, {counts['refused']} rejected at parse time, "
-        f"{arguments.dtype}, {elapsed_s:.0f} s\n"
-        f"worst relative difference (allowed): loss {worst[0]:.1e} ({allowed.loss:.0e}), norm {worst[1]:.1e} "
-        f"({allowed.norm:.0e}), gradients {worst[2]:.1e} ({allowed.gradient:.0e}), parameters {worst[3]:.1e} "
-        f"({'any' if allowed.parameter == NOT_HELD else f'{allowed.parameter:.0e}'})"
+        f"{arguments.dtype}, {elapsed_s:.0f} s"
     )
+    allowed = verifier.tolerance
+    if allowed is None:
+        print(
+            f"worst error relative to float64, as a multiple of the error of one process ({ALLOWED_MULTIPLE:g} is "
+            f"allowed): loss {worst[0]:.2f}, norm {worst[1]:.2f}, gradients {worst[2]:.2f}, parameters {worst[3]:.2f}"
+        )
+    else:
+        print(
+            f"worst relative difference (allowed): loss {worst[0]:.1e} ({allowed.loss:.0e}), norm {worst[1]:.1e} "
+            f"({allowed.norm:.0e}), gradients {worst[2]:.1e} ({allowed.gradient:.0e}), parameters {worst[3]:.1e} "
+            f"({'any' if allowed.parameter == NOT_HELD else f'{allowed.parameter:.0e}'})"
+        )
     # Every layout of the matrix must run; a random configuration may be invalid and is then rejected.
     return 1 if counts["failed"] or (counts["refused"] and not arguments.fuzz) else 0

@@ -56,6 +56,7 @@ class MainGrad:
         """Whether sums over rows may be computed together with the sums of other layers."""
         self.is_empty = True
         self._num_arrived = 0
+        self._held: list[MainGrad] | None = None
 
     def reset(self) -> None:
         """Discard the accumulated gradient; the next contribution overwrites it."""
@@ -80,6 +81,9 @@ class MainGrad:
     def end_contribution(self) -> None:
         """Count a contribution as arrived, and notify the owner after the last one of a micro-batch."""
         self.is_empty = False
+        if self._held is not None:
+            self._held.append(self)
+            return
         self._num_arrived += 1
         if self._num_arrived == self.num_uses:
             self._num_arrived = 0
@@ -282,17 +286,20 @@ class WeightGradQueue:
 
 
 @contextlib.contextmanager
-def completions_held(main_grads: Iterable[MainGrad]) -> Iterator[list[MainGrad]]:
-    """Yield a list of the main gradients completed inside the context; the caller must notify their owners."""
+def contributions_held(main_grads: Iterable[MainGrad]) -> Iterator[list[MainGrad]]:
+    """Yield a list of the contributions that end inside the context; the caller must end each of them again.
+
+    A main gradient is in the list once per contribution.
+    """
     held: list[MainGrad] = []
-    owners = [(main_grad, main_grad.on_complete) for main_grad in main_grads]
-    for main_grad, _ in owners:
-        main_grad.on_complete = functools.partial(held.append, main_grad)
+    holding = list(main_grads)
+    for main_grad in holding:
+        main_grad._held = held
     try:
         yield held
     finally:
-        for main_grad, on_complete in owners:
-            main_grad.on_complete = on_complete
+        for main_grad in holding:
+            main_grad._held = None
 
 
 def attach_main_grad(parameter: torch.nn.Parameter, main_grad: MainGrad) -> None:

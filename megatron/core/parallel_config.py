@@ -406,8 +406,9 @@ class Fp8Config(Config, role="run", in_args=False):
     """Compute weight gradients in FP8 or NVFP4. Off: compute weight gradients in the model's precision."""
     fp8_param_gather: bool = flag(False, needs="fp8_format")
     """All-gather weights of FP8 GEMMs in FP8 with the distributed optimizer."""
-    disable_parameter_transpose_cache: bool = flag(False, needs="fp8_format")
-    """Quantize FP8 weights in every pass. Default: once per step with several micro-batches, for 2 bytes per weight."""
+    disable_parameter_transpose_cache: bool = flag(False, needs=("fp8_format", "fp4_format"))
+    """Quantize weights in every pass. Default: once per step with several micro-batches, for 2 bytes per weight (NVFP4:
+    1.125)."""
     first_last_layers_bf16: bool = flag(False, needs=("fp8_format", "fp4_format"))
     """Keep the first and last layers in the model's precision."""
     num_layers_at_start_in_bf16: int = flag(1, bounds=NOT_NEGATIVE, where=("first_last_layers_bf16", True))
@@ -426,9 +427,8 @@ class Fp8Config(Config, role="run", in_args=False):
         return self.fp8_format is not None or self.fp4_format is not None
 
     def keeps_weights(self, num_microbatches: int) -> bool:
-        """Return whether FP8 weights and their transposes are kept from the first micro-batch of a step to the last."""
-        is_kept = self.fp8_format is not None and not self.disable_parameter_transpose_cache
-        return is_kept and num_microbatches > 1
+        """Return whether quantized weights and their transposes are kept for all micro-batches of a step."""
+        return self.is_quantized and not self.disable_parameter_transpose_cache and num_microbatches > 1
 
     @property
     def saved_element_bytes(self) -> float:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron.planner.implementations import IMPLEMENTATIONS, NATIVE, Implementation, find_implementation
     from megatron.planner.pipeline_chart import HUES, LETTERS, draw_svg, label, rows_of, summary, title
     from megatron.planner.plan import DEEPEP_AS_ALLTOALL, ExpertLayer
-    from megatron.planner.prediction import HOPPER_MACHINES, NO_NVFP4_RATE, usable_bytes
+    from megatron.planner.prediction import HOPPER_MACHINES, lacks_format, usable_bytes
     from megatron.planner.recommendation import Recommendation, recommend
     from megatron.planner.report import (
         Variation,
@@ -46,7 +46,7 @@ __getattr__ = lazy_exports(
         "implementations": "IMPLEMENTATIONS Implementation NATIVE find_implementation",
         "pipeline_chart": "HUES LETTERS draw_svg label rows_of summary title",
         "plan": "DEEPEP_AS_ALLTOALL ExpertLayer",
-        "prediction": "HOPPER_MACHINES NO_NVFP4_RATE usable_bytes",
+        "prediction": "HOPPER_MACHINES lacks_format usable_bytes",
         "recommendation": "Recommendation recommend",
         "report": (
             "Variation describe_changes describe_comparison describe_experts describe_ranking "

@@ -232,7 +232,7 @@ class Bounds:
 def _shared(plan: Plan) -> Hashable:
     """Return the properties that a plan shares with its base plan, as a cache key."""
     sizes = plan.parallel_sizes
-    return sizes.tp, sizes.ep, sizes.etp, plan.model.fp8.fp8_format
+    return sizes.tp, sizes.ep, sizes.etp, plan.model.fp8.fp8_format, plan.model.fp8.fp4_format
 
 
 def _base(plan: Plan, *, is_selective: bool) -> Plan:

@@ -107,9 +107,10 @@ class Choice:
     """Layout, recompute, sharding and precision of one candidate.
 
     ``counts_ends`` counts the embedding and the loss as one layer each when layers are split into stages. ``sharding``
-    is the data-parallel sharding strategy: no_shard, optim or optim_grads. ``precision`` is bf16 or fp8. ``split`` has
-    the number of layers of each global stage and is empty for an even split. ``schedule`` is empty for the default one.
-    ``ep`` is the expert-parallel size, and None for a dense model; expert tensor parallelism is not used.
+    is the data-parallel sharding strategy: no_shard, optim or optim_grads. ``precision`` is bf16, fp8 or nvfp4, which
+    --fp4-format sets. ``split`` has the number of layers of each global stage and is empty for an even split.
+    ``schedule`` is empty for the default one. ``ep`` is the expert-parallel size, and None for a dense model; expert
+    tensor parallelism is not used.
     """
 
     tp: int

@@ -260,7 +260,7 @@ def _single_edits(words: tuple[str, ...], world: int) -> Iterator[tuple[str, str
         yield _MICRO, f"{_MICRO} {size}", replaced(words, _MICRO, str(size)), world
     if has_flag(words, *VIRTUAL_FLAGS):
         yield "virtual", "(no virtual stages)", tuple(without_flags(words, VIRTUAL_FLAGS)), world
-    for flag in (_SEQUENCE, "--fp8-format", "--cpu-offloading", "--pipeline-schedule"):
+    for flag in (_SEQUENCE, "--fp8-format", "--fp4-format", "--cpu-offloading", "--pipeline-schedule"):
         if has_flag(words, flag):
             yield flag, f"(no {flag})", tuple(without_flags(words, (flag,))), world
     copy = math.prod(sizes.values())

@@ -29,11 +29,12 @@ class AttentionRate:
 class Gpu:
     """Specifications of one GPU type, and published measurements on it.
 
-    ``half_flops``, ``single_flops`` and ``float8_flops`` are the dense peak FLOP/s of 16-bit, float32 and FP8 matmuls;
-    ``float8_flops`` is 0 without FP8. ``product_share`` and ``float8_share`` are the shares of these peaks that large
-    matmuls reach. ``link_bandwidth`` is NVLink and ``host_bandwidth`` PCIe in one direction, ``network_bandwidth`` is
-    one network port per GPU, all in bytes per second. ``flash`` and ``cudnn`` are the rates of FlashAttention and cuDNN
-    by head size, for causal attention with up to 8,192 keys.
+    ``half_flops``, ``single_flops``, ``float8_flops`` and ``float4_flops`` are the dense peak FLOP/s of 16-bit,
+    float32, FP8 and NVFP4 matmuls; the last two are 0 on a GPU without them. ``product_share`` and ``float8_share`` are
+    the shares of these peaks that large matmuls reach. No measured rate of NVFP4 matmuls is known: they are assumed to
+    reach ``product_share``. ``link_bandwidth`` is NVLink and ``host_bandwidth`` PCIe in one direction,
+    ``network_bandwidth`` is one network port per GPU, all in bytes per second. ``flash`` and ``cudnn`` are the rates of
+    FlashAttention and cuDNN by head size, for causal attention with up to 8,192 keys.
     """
 
     name: str
@@ -52,19 +53,23 @@ class Gpu:
     flash: Mapping[int, AttentionRate]
     cudnn: Mapping[int, AttentionRate]
     sources: tuple[str, ...]
+    float4_flops: float = 0.0
 
     @functools.cached_property
     def speeds(self) -> tuple[object, ...]:
         """Return all specifications that the time of a layer depends on, as a cache key."""
-        peaks = (self.half_flops, self.single_flops, self.float8_flops, self.product_share, self.float8_share)
+        peaks = (self.half_flops, self.single_flops, self.float8_flops, self.float4_flops)
+        shares = (self.product_share, self.float8_share)
         bandwidths = (self.memory_bandwidth, self.link_bandwidth, self.network_bandwidth)
-        return (self.capability, *peaks, *bandwidths, tuple(self.flash.items()), tuple(self.cudnn.items()))
+        return (self.capability, *peaks, *shares, *bandwidths, tuple(self.flash.items()), tuple(self.cudnn.items()))
 
-    def matmul_flops(self, itemsize: int) -> float:
+    def matmul_flops(self, itemsize: float) -> float:
         """Return the FLOP/s of large matmuls with operands of ``itemsize`` bytes per element.
 
-        FP8 operands count as 16-bit operands on a GPU without FP8.
+        FP8 and NVFP4 operands count as 16-bit operands on a GPU without them.
         """
+        if itemsize < 1 and self.float4_flops:
+            return self.float4_flops * self.product_share
         if itemsize == 1 and self.float8_flops:
             return self.float8_flops * self.float8_share
         return (self.half_flops if itemsize <= 2 else self.single_flops) * self.product_share
@@ -74,6 +79,10 @@ _PRODUCTS = (
     "best measured products, share of peak: github.com/stas00/ml-engineering, compute/accelerator, table of maximum "
     "achievable matmul FLOPS (bf16: A100 271.2, H100 794.5, B200 1745.0 TFLOP/s; fp8: H100 1402.6, H200 1453.4, B200 "
     "3432.5, B300 3353.3)"
+)
+_NVFP4 = (
+    "NVFP4 matmuls are assumed to reach bf16's share of the published peak, because no measured rate is known; arXiv "
+    "2509.25149 gives their peak as 2 x FP8 on a GB200 and 3 x on a GB300"
 )
 _FLASH = "FlashAttention-2, arXiv 2307.08691, figures 5 to 7"
 _HOPPER_ATTENTION = "FlashAttention-3, arXiv 2407.08608, figures 5 and 6 (with FlashAttention-2 and cuDNN)"
@@ -138,6 +147,7 @@ B200 = Gpu(
     half_flops=2250e12,
     single_flops=75e12,
     float8_flops=4500e12,
+    float4_flops=9000e12,
     memory_bandwidth=7700e9,
     link_bandwidth=900e9,
     network_bandwidth=50e9,
@@ -147,20 +157,27 @@ B200 = Gpu(
     # FlashAttention-2 has no kernels for the tensor cores of Blackwell: its rate is that of the H100.
     flash={64: AttentionRate(0.13, 0.10), 128: AttentionRate(0.17, 0.13)},
     cudnn={64: AttentionRate(0.35, 0.27), 128: AttentionRate(0.55, 0.42)},
-    sources=("NVIDIA HGX B200 data sheet, for one GPU; attention shares as cuDNN's on the H100", _PRODUCTS),
+    sources=(
+        "NVIDIA HGX B200 data sheet, for one GPU; attention shares as cuDNN's on the H100",
+        _PRODUCTS,
+        _NVFP4,
+    ),
 )
 B300 = replace(
     B200,
     name="b300",
     capability=(10, 3),
     memory_bytes=288 * 10**9,
+    float4_flops=13125e12,
     memory_bandwidth=8000e9,
     network_bandwidth=100e9,
     float8_share=3353.3 / 4500 * _SUSTAINED,
     sources=(
         "NVIDIA HGX B300 data sheet, for one GPU of eight: 2.3 TB and 64 TB/s of HBM3e, 36 PFLOP/s of FP16/BF16 and 72 "
-        "of FP8 with sparsity, 600 TFLOP/s of FP32, one 800 Gb/s port per GPU; SMs, products, attention as on the B200",
+        "of FP8 with sparsity, 105 of FP4 without, 600 TFLOP/s of FP32, one 800 Gb/s port per GPU; SMs, products, "
+        "attention as on the B200",
         _PRODUCTS,
+        _NVFP4,
     ),
 )
 
@@ -231,13 +248,14 @@ def gpu_in_text(description: str) -> Gpu | None:
 
 _MOST_BYTES = 1 << 20
 _HEAD_SIZES = (64, 128)
-_MAY_BE_ZERO = ("float8_flops", "float8_share", "num_sms")
+_MAY_BE_ZERO = ("float8_flops", "float4_flops", "float8_share", "num_sms")
 _NUMBERS = (
     "memory_bytes",
     "num_sms",
     "half_flops",
     "single_flops",
     "float8_flops",
+    "float4_flops",
     "memory_bandwidth",
     "link_bandwidth",
     "network_bandwidth",
@@ -267,8 +285,8 @@ def read_gpu(path: Path) -> Gpu:
         raise _wrong(path, "the file is not valid JSON") from error
     if not isinstance(values, dict):
         raise _wrong(path, "the file is not a JSON object")
-    # Older files have one share for all matmuls.
-    values = {"float8_share": values.get("product_share"), **values}
+    # Older files have one share for all matmuls, and no peak of NVFP4.
+    values = {"float8_share": values.get("product_share"), "float4_flops": 0.0, **values}
     numbers = {name: _number(path, values, name) for name in _NUMBERS}
     if numbers["float8_flops"] > 0 and numbers["float8_share"] == 0:
         raise _wrong(path, f"float8_share is 0, but float8_flops is {numbers['float8_flops']:g}")

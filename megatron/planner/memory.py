@@ -202,7 +202,14 @@ def _derived(pieces: ModelPieces, group: Sequence[PieceMemory]) -> PieceMemory:
 
 _SCORES_AT_WORK = 3
 """Tensors of attention scores in the backward pass of one layer."""
-HOPPER = (9, 0)
+HOPPER, _BLACKWELL = (9, 0), (10, 0)
+
+
+def _typical_capability(plan: Plan) -> tuple[int, int]:
+    """Return the compute capability of a GPU that has the matmuls of a plan; weights are the same on all of them."""
+    return HOPPER if plan.model.fp8.fp4_format is None else _BLACKWELL
+
+
 """Compute capability of the traces if no GPU type is given."""
 
 
@@ -218,7 +225,7 @@ def model_pieces(plan: Plan, implementation: Implementation, gpu: Gpu | None) ->
     numbers = _representatives(model, plan.seq_length)
     own, again = numbers[: model.num_layers], dict[int, PieceMemory]()
     if implementation.saved is None:
-        capability = HOPPER if gpu is None else gpu.capability
+        capability = _typical_capability(plan) if gpu is None else gpu.capability
         of_number = {number: layer_trace(plan, capability, number).memory for number in set(own)}
         if model.recompute_granularity == "full":
             again = {number: layer_trace(plan, capability, number, is_again=True).memory for number in set(own)}
@@ -228,7 +235,7 @@ def model_pieces(plan: Plan, implementation: Implementation, gpu: Gpu | None) ->
         embedding = NOTHING
     deferred = 0
     if implementation.is_traced:
-        loss = end_trace(plan, HOPPER if gpu is None else gpu.capability, has_loss=True).memory
+        loss = end_trace(plan, _typical_capability(plan) if gpu is None else gpu.capability, has_loss=True).memory
         if model.defer_embedding_wgrad_compute:
             deferred = plan.num_predictions * model.hidden_size * element + loss.logits
     else:
@@ -445,8 +452,8 @@ def num_gathers(label: int) -> int:
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 """Parts of a stage's memory, in the order of reports."""
-_FLOAT8_COPIES = 2
-"""FP8 copies of a weight: as it is, and transposed."""
+_QUANTIZED_COPIES = 2
+"""Copies of a weight in FP8 or NVFP4: as it is, and transposed."""
 _NONE_WHOLE = WholeWeights()
 
 
@@ -514,8 +521,8 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
         # The same weights are in FP8 on every GPU type that has FP8.
         traces = [layer_trace(plan, HOPPER, number) for chunk in chunks for number in chunk.layer_numbers]
         traces += [end_trace(plan, HOPPER, has_loss=True) for chunk in chunks if chunk.has_loss]
-        copied = sum(trace.float8_weights for trace in traces)
-        weights += (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
+        copied = sum(trace.quantized_weight_bytes for trace in traces)
+        weights += (_QUANTIZED_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
     return StageState(
         parameters=rest.parameters + experts.parameters + num_frozen,
         gathered_bytes=rest.gathered_bytes + experts.gathered_bytes,
@@ -605,7 +612,7 @@ def stage_memory(
     moment = fullest_moment(actions, memories, pieces.output_deferred)
     return StageMemory(
         parameters=state.parameters,
-        weights=state.weights + state.whole.rest + _kept_float8_bytes(plan, chunks, implementation),
+        weights=state.weights + state.whole.rest + _kept_bytes(plan, chunks, implementation),
         gradients=state.gradients + state.gradient_pool,
         optimizer=state.optimizer,
         activations=moment.kept,
@@ -614,15 +621,15 @@ def stage_memory(
     )
 
 
-def _kept_float8_bytes(plan: Plan, chunks: Sequence[StageContents], implementation: Implementation) -> int:
-    """Return the bytes of the FP8 weights and transposes that this program keeps from micro-batch to micro-batch."""
+def _kept_bytes(plan: Plan, chunks: Sequence[StageContents], implementation: Implementation) -> int:
+    """Return the bytes of quantized weights and transposes that this program keeps from micro-batch to micro-batch."""
     shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(plan.parallel_sizes.num_replicas)
     is_cast_again = shards_weights or plan.uses_cuda_graphs or plan.model.cpu_offloading_weights
     if is_cast_again or not (implementation.is_traced and plan.model.fp8.keeps_weights(plan.num_microbatches)):
         return 0
-    # The same weights are in FP8 on every GPU type that has FP8.
     numbers = [number for chunk in chunks for number in layer_numbers(plan.model, chunk)]
-    return _FLOAT8_COPIES * sum(layer_trace(plan, HOPPER, number).float8_weights for number in numbers)
+    traces = (layer_trace(plan, _typical_capability(plan), number) for number in numbers)
+    return _QUANTIZED_COPIES * sum(trace.quantized_weight_bytes for trace in traces)
 
 
 def _pooled_elements(

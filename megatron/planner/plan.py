@@ -326,6 +326,7 @@ class Plan:
     micro_batch_size: int
     global_batch_size: int
     uses_cuda_graphs: bool = False
+    captures_loss: bool = False
 
     @staticmethod
     def of(config: RunConfig, stage_layout: StageLayout | None = None) -> Plan:
@@ -341,6 +342,7 @@ class Plan:
             micro_batch_size=config.training.micro_batch_size,
             global_batch_size=config.training.global_batch_size,
             uses_cuda_graphs=config.training.cuda_graph_impl == "local",
+            captures_loss=config.training.loss_cuda_graph,
         )
 
     @property

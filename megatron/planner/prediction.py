@@ -21,7 +21,6 @@ from megatron.planner.plan import Plan, megatron_step_flops
 from megatron.planner.step_time import StepTime, step_time
 
 _FLOAT8_MULTIPLE = 16
-NO_NVFP4_RATE = "--fp4-format e2m1: nothing is predicted, because no measured rate of NVFP4 GEMMs is known"
 
 
 def plan_refusals(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> Sequence[str]:
@@ -86,17 +85,27 @@ def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> It
         )
     if plan.stage_layout.num_chunks > 1 and pp == 1:
         yield "virtual stages need pp of 2 or more; omit vpp or raise pp"
-    if model.fp8.fp4_format is not None:
-        yield f"{NO_NVFP4_RATE}; use --fp8-format hybrid to predict FP8"
-    if model.fp8.fp8_format is None:
+    if not model.fp8.is_quantized:
         return
-    if gpu is not None and not gpu.float8_flops:
-        able = ", ".join(name for name, each in GPUS.items() if each.float8_flops)
-        yield f"{gpu.name} does not support FP8 GEMMs; use bf16, or one of {able}"
+    in_nvfp4 = model.fp8.fp4_format is not None
+    if in_nvfp4 and not implementation.is_traced:
+        yield f"--fp4-format is not predicted for {implementation.name}; use the implementation {NATIVE.name}"
+    if gpu is not None and (problem := lacks_format(gpu, in_nvfp4=in_nvfp4)) is not None:
+        yield f"{problem}, or bf16"
+    if in_nvfp4:
+        return
     width = model.ffn_hidden_size // plan.parallel_sizes.tp
     for name, size in (("hidden_size", model.hidden_size), ("ffn_hidden_size / tp", width)):
         if size % _FLOAT8_MULTIPLE:
             yield f"{name} {size} is not divisible by {_FLOAT8_MULTIPLE}, as FP8 GEMMs require; use bf16"
+
+
+def lacks_format(gpu: Gpu, *, in_nvfp4: bool) -> str | None:
+    """Return a message if a GPU type has no FP8 or NVFP4 matmuls, with the GPU types that do, or None."""
+    if gpu.float4_flops if in_nvfp4 else gpu.float8_flops:
+        return None
+    able = sorted(name for name, each in GPUS.items() if (each.float4_flops if in_nvfp4 else each.float8_flops))
+    return f"{gpu.name} does not support {'NVFP4' if in_nvfp4 else 'FP8'} GEMMs; use one of {', '.join(able)}"
 
 
 def _divisors(size: int, most: int) -> str:

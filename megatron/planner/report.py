@@ -27,6 +27,7 @@ from megatron.planner.explanation import Change, Explanation, first_rank
 from megatron.planner.gpu import Gpu
 from megatron.planner.memory import MEMORY_PARTS
 from megatron.planner.pipeline_chart import draw_svg
+from megatron.planner.plan import Plan
 from megatron.planner.search import Candidate, Search
 from megatron.planner.step_time import StepTime
 
@@ -388,7 +389,7 @@ def _rows(explanations: Sequence[Explanation]) -> Iterator[_Row]:
         if max(sizes) > 1:
             yield row(f"{axis} size", *map(str, sizes))
     yield row("pipeline schedule", *(plan.pipeline_schedule for plan in plans))
-    yield row("precision", *("fp8" if plan.model.fp8.fp8_format else plan.model.params_dtype for plan in plans))
+    yield row("precision", *(_precision(plan) for plan in plans))
     yield row("recompute", *(plan.model.recompute_granularity or "none" for plan in plans))
     yield row("micro-batch size", *(str(plan.micro_batch_size) for plan in plans))
     yield row("micro-batches per step", *(str(plan.num_microbatches) for plan in plans))
@@ -423,6 +424,11 @@ def _rows(explanations: Sequence[Explanation]) -> Iterator[_Row]:
 
 _DAY = 86400
 _HEADS = "tp  pp  cp  dp vpp  schedule       micro  recompute  sharding     prec.   MFU %  TFLOP/s   ms/step   tokens/s"
+
+
+def _precision(plan: Plan) -> str:
+    fp8 = plan.model.fp8
+    return "nvfp4" if fp8.fp4_format else "fp8" if fp8.fp8_format else plan.model.params_dtype
 
 
 def describe_ranking(found: Search, shown: Sequence[Candidate], train_tokens: int | None) -> Iterator[str]:

@@ -519,7 +519,7 @@ def _try_choice(
     if problems():
         return _drop(found, choice, "refused", "; ".join(problems()))
     seconds, flops = prediction.time.total, step_flops(plan)
-    peak = gpu.float8_flops if choice.precision == "fp8" else gpu.half_flops
+    peak = {"fp8": gpu.float8_flops, "nvfp4": gpu.float4_flops}.get(choice.precision, gpu.half_flops)
     found.candidates.append(
         Candidate(
             choice=choice,

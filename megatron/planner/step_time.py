@@ -167,6 +167,7 @@ def _product_rates(gpu: Gpu, trace: PieceTrace) -> np.ndarray:
     """Return the matmul FLOP/s for the element size of each operation."""
     itemsize = trace.column("itemsize")
     rates: np.ndarray = np.where(itemsize == 1, gpu.matmul_flops(1), gpu.matmul_flops(2))
+    rates[itemsize < 1] = gpu.matmul_flops(0.5)
     rates[itemsize > 2] = gpu.matmul_flops(4)
     return rates
 
@@ -264,9 +265,7 @@ def layer_time(
         passes = passed / (gpu.memory_bandwidth * implementation.times.pass_share)
         time = _of_other_program(plan, gpu, trace, time, passes, launches * LAUNCH_S)
     elif plan.uses_cuda_graphs:
-        # A replayed CUDA graph of a pass is one launch.
-        phases = (time.forward, time.backward, time.weights)
-        time = PieceTime(*(dataclasses.replace(each, host=min(each.host, OPERATOR_S)) for each in phases))
+        time = _captured(time)
     forward = time.forward.total
     return LayerTime(
         products=time.part("products"),
@@ -289,6 +288,8 @@ def end_times(plan: Plan, gpu: Gpu, implementation: Implementation) -> tuple[flo
     """Return the time of the embedding, and the time of everything after the layers."""
     traces = [end_trace(plan, gpu.capability, has_loss=has_loss) for has_loss in (False, True)]
     first, last = (piece_time(plan, gpu, implementation, trace) for trace in traces)
+    if plan.captures_loss and implementation.is_traced:
+        first, last = _captured(first), _captured(last)
     if not implementation.is_traced:
         passes = loss_bytes(plan) / (gpu.memory_bandwidth * MEMORY_SHARE)
         kinds = layer_kinds(plan.model, plan.seq_length)[plan.model.num_layers :]
@@ -296,6 +297,12 @@ def end_times(plan: Plan, gpu: Gpu, implementation: Implementation) -> tuple[flo
         passes += further / (gpu.memory_bandwidth * implementation.times.pass_share)
         last = _of_other_program(plan, gpu, traces[1], last, passes, host=0.0)
     return max(first.total, first.part("host")), max(last.total, last.part("host"))
+
+
+def _captured(time: PieceTime) -> PieceTime:
+    """Return the time of a piece as CUDA graphs: the replayed graph of a pass is one launch."""
+    phases = (time.forward, time.backward, time.weights)
+    return PieceTime(*(dataclasses.replace(each, host=min(each.host, OPERATOR_S)) for each in phases))
 
 
 def _of_other_program(

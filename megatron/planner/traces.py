@@ -89,12 +89,12 @@ class PieceTrace:
         return column
 
     @property
-    def float8_weights(self) -> int:
-        """Return the number of weight elements that the forward pass multiplies in FP8."""
+    def quantized_weight_bytes(self) -> int:
+        """Return the bytes of the weights that the forward pass multiplies in FP8, or in NVFP4 with its scales."""
         sizes = self.column("batch") * self.column("inner") * self.column("columns")
-        is_forward = self.column("phase") == PHASES.index("forward")
-        chosen = is_forward & (self.column("kind") == GEMM) & (self.column("itemsize") == 1)
-        return int(sizes[chosen].sum())
+        is_forward, itemsize = self.column("phase") == PHASES.index("forward"), self.column("itemsize")
+        chosen = is_forward & (self.column("kind") == GEMM) & (itemsize <= 1)
+        return int((sizes * np.where(itemsize < 1, itemsize + 1 / 16, itemsize))[chosen].sum())
 
 
 @dataclass(frozen=True)

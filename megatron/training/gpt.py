@@ -98,19 +98,20 @@ def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> Chu
         hidden=hidden,
         losses=losses,
         dropout_samples=batch.dropout_samples,
+        reduction="sum" if batch.data_sets is None else "none",
     )
     if not model.post_process:
         return LayerOutput(output, tuple(losses))
     assert batch.loss_mask is not None, "the last stage is given what the loss needs"
     assert batch.num_tokens is not None, "the last stage is given what the loss needs"
-    num_tokens = batch.num_tokens.to(output.dtype)
+    num_tokens = batch.num_tokens
     if model.config.context_parallel_size > 1:
-        num_tokens = num_tokens / model.config.context_parallel_size
+        num_tokens = num_tokens.to(output.dtype) / model.config.context_parallel_size
+    if batch.data_sets is None:
+        return MicrobatchLoss(output, num_tokens, losses)
     mask = batch.loss_mask.to(output.dtype)
     counted = output * mask
-    samples = None
-    if batch.data_sets is not None:
-        samples = torch.stack([each.sum(dim=1, dtype=torch.float64) for each in (counted.detach(), mask)], dim=-1)
+    samples = torch.stack([each.sum(dim=1, dtype=torch.float64) for each in (counted.detach(), mask)], dim=-1)
     return MicrobatchLoss(counted.sum(), num_tokens, losses, samples)
 
 

@@ -306,7 +306,8 @@ def build_model_and_optimizer(
         weights = offload_layers(chunks, runtime.device.host_copies(), config.model)
     graphs: tuple[GraphedLayers, ...] = ()
     if config.training.cuda_graph_impl == "local":
-        graphs = record_layers(chunks, runtime.device.graph_backend(), config.training.cuda_graph_warmup_steps)
+        backend, training = runtime.device.graph_backend(), config.training
+        graphs = record_layers(chunks, backend, training.cuda_graph_warmup_steps, with_ends=training.loss_cuda_graph)
     splits_backward = config.pipeline_schedule == "zero-bubble" or config.model.delay_wgrad_compute
     return ModelAndOptimizer(
         chunks=chunks,
@@ -397,19 +398,26 @@ def offload_layers(chunks: Sequence[Model], copies: HostCopies, config: DecoderC
 
 
 def record_layers(
-    chunks: Sequence[Model], backend: GraphBackend | None, num_warmup_steps: int
+    chunks: Sequence[Model], backend: GraphBackend | None, num_warmup_steps: int, *, with_ends: bool = False
 ) -> tuple[GraphedLayers, ...]:
-    """Run the chunks' layers as CUDA graphs after ``num_warmup_steps`` steps.
+    """Run the chunks' layers, and ``with_ends`` their embedding and loss, as CUDA graphs after some warm-up steps.
 
     Raises:
-        ConfigurationError: the device has no graphs, or the model no transformer layers.
+        ConfigurationError: the device has no graphs, or the model no transformer layers or an unknown embedding and
+            loss.
     """
     if backend is None:
         raise ConfigurationError("--cuda-graph-impl local needs a CUDA device, and this run is on CPU; omit it")
     blocks = [block for chunk in chunks for block in chunk.blocks]
     if not blocks:
         raise ConfigurationError("--cuda-graph-impl local: this model has no transformer layers; omit it")
-    graphs = tuple(GraphedLayers(backend, num_warmup_steps) for _ in blocks)
+    other = next((chunk for chunk in chunks if not isinstance(chunk, GPTModel)), None)
+    if with_ends and other is not None:
+        raise ConfigurationError(
+            f"--loss-cuda-graph captures the embedding and the loss of a GPTModel, not of {type(other).__name__}; omit "
+            "it"
+        )
+    graphs = tuple(GraphedLayers(backend, num_warmup_steps, with_ends=with_ends) for _ in blocks)
     for block, layers in zip(blocks, graphs):
         block.graphs = layers
     return graphs

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         prediction_matrix,
     )
     from megatron.verification.random_cells import fuzz
+    from megatron.verification.rounding import ALLOWED_MULTIPLE
     from megatron.verification.traffic import Traffic, TrafficSum, Volume
     from megatron.verification.training_cells import odd_matrix, recipe_matrix, sharding_matrix
     from megatron.verification.verifier import NOT_HELD, Tolerance, Verifier
@@ -40,6 +41,7 @@ __getattr__ = lazy_exports(
             "expert_matrix latent_matrix prediction_matrix"
         ),
         "random_cells": "fuzz",
+        "rounding": "ALLOWED_MULTIPLE",
         "traffic": "Traffic TrafficSum Volume",
         "training_cells": "odd_matrix recipe_matrix sharding_matrix",
         "verifier": "NOT_HELD Tolerance Verifier",

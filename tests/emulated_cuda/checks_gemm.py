@@ -393,7 +393,8 @@ def test_scaled_groups() -> None:
 
 
 @pytest.mark.skipif(GPU != 9, reason="torch has this kernel for SM90 only")
-def test_experts_that_are_multiplied_at_once_are_those_one_by_one() -> None:
+@pytest.mark.parametrize("pads", [True, False])
+def test_experts_that_are_multiplied_at_once_are_those_one_by_one(pads: bool) -> None:
     counts = (5, 0, 33, 16)
     recipe = Float8Recipe.of(Fp8Config(fp8_format="e4m3", fp8_recipe="rowwise"))
     quantizers = [Fp8Quantizers(recipe) for _ in counts]
@@ -405,7 +406,12 @@ def test_experts_that_are_multiplied_at_once_are_those_one_by_one() -> None:
         if is_at_once:
             ends = RowEnds(torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32))
             groups = PaddedGroups.of(ends, len(x), x.device)
-            output = _Float8Groups.apply(x, weight, groups, quantizers[0], None)
+            if pads:
+                output = _Float8Groups.apply(x, weight, groups, quantizers[0], None, True)[groups.place]
+            else:
+                # Rows of padding may have any values.
+                padded = x.new_full((len(groups.source), 64), torch.nan).index_copy(0, groups.place, x)
+                output = _Float8Groups.apply(padded, weight, groups, quantizers[0], None, False)
         else:
             output = float8_grouped_linear(x, weight, None, counts, quantizers, adds_bias=False, library="auto")
         output.backward(torch.randn(output.shape, device="cuda").bfloat16())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ def settings(gpu: str, *, triton: bool = False) -> tuple[tuple[str, str], ...]:
 def run_on_device(argv: Sequence[str], faults: Faults) -> int:
     """Do what ``pretrain_gpt.py`` does on the emulated device of this rank, and return the exit status.
 
-    A report makes it 86. Which operators have run is printed.
+    A report makes it 86. How often each operator has run is printed.
     """
     del os.environ["MEGATRON_DEVICE"]
     core = load_bindings()
@@ -38,7 +39,7 @@ def run_on_device(argv: Sequence[str], faults: Faults) -> int:
         status = run_with_faults(argv, faults)
     except SystemExit as ending:
         status = int(ending.code or 0)
-    print(COUNTS_TITLE + " ".join(sorted(core.operation_counts())))
+    print(COUNTS_TITLE + json.dumps(core.operation_counts()))
     for report in core.reports():
         print(report, file=sys.stderr)
     return STATUS_OF_REPORTS if core.reports() else status
@@ -56,7 +57,13 @@ def train_on_device(
     return fork_training(args, nproc, faults, TIMEOUT_S, run_on_device, settings(gpu, triton=triton)).check()
 
 
+def launches_of(run: ForkedRun) -> dict[str, int]:
+    """Return how often rank 0 has launched each operator on its device."""
+    line = next(line for line in run.stdout.splitlines() if line.startswith(COUNTS_TITLE))
+    counts: dict[str, int] = json.loads(line.removeprefix(COUNTS_TITLE))
+    return counts
+
+
 def operators_of(run: ForkedRun) -> set[str]:
     """Return the names of the operators that rank 0 has launched on its device."""
-    line = next(line for line in run.stdout.splitlines() if line.startswith(COUNTS_TITLE))
-    return set(line.removeprefix(COUNTS_TITLE).split())
+    return set(launches_of(run))

@@ -20,17 +20,16 @@ from megatron.training.training_step import ForwardStep
 from megatron.verification.cells import Cell
 from megatron.verification.run_cell import CellResult, run_cell
 from megatron.verification.verifier import NOT_HELD, Tolerance, Verifier
-from megatron.verification.verifier import TOLERANCES as TOLERANCES_OF_CPU
 from megatron.verification.worker_pool import Job, WorkerPool
 from tests.emulated_cuda.activation import load_bindings
 
 _TIMEOUT_S = 600.0
-TOLERANCES = TOLERANCES_OF_CPU | {
+TOLERANCES = {
     # Both sides round differently: CUDA branches and Triton programs compute by other formulas. The first losses and
     # gradients are as close as those of CPU layouts, and Adam's steps enlarge what is left.
     "float32": Tolerance(loss=1e-5, norm=3e-4, gradient=3e-5, parameter=NOT_HELD),
 }
-"""What is allowed by default between emulated devices and the CPU."""
+"""What is allowed by default between emulated devices and the CPU, if it is more than between processes on the CPU."""
 
 
 def run_on_emulated_device(
@@ -81,7 +80,7 @@ def emulated_verifier(size: int, dtype: str, tolerance: Tolerance | None = None)
             pretrain_gpt.provide_model,
             pretrain_gpt.forward_step,
             dtype,
-            TOLERANCES[dtype] if tolerance is None else tolerance,
+            TOLERANCES.get(dtype) if tolerance is None else tolerance,
             job=run_on_emulated_device,
             reference_job=partial(_reference_job, dtype),
         )

@@ -566,7 +566,24 @@ def _check_chunked_logits(config: RunConfig) -> Iterator[str]:
         yield f"{_REFUSED} CUDA graphs do not support --qk-clip; omit one of them"
 
 
+def _check_loss(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not config.training.loss_cuda_graph:
+        return
+    if model.z_loss_coeff:
+        yield (
+            f"--loss-cuda-graph: a CUDA graph returns one loss, not also --z-loss-coeff {model.z_loss_coeff}; omit one "
+            "of them"
+        )
+    if model.loss != "cross_entropy":
+        yield (
+            f"--loss-cuda-graph captures the cross-entropy, not --loss {model.loss}, which a script registered; omit "
+            "one of them"
+        )
+
+
 CUDA_GRAPH_CHECKS = (
+    Check(("loss_cuda_graph", "z_loss_coeff", "loss"), _check_loss),
     Check(("cuda_graph_impl", "log_max_attention_logit", "qk_clip"), _check_chunked_logits),
     Check(("cuda_graph_impl", "reset_attention_mask", "reset_position_ids", "sft_packing"), _check_documents),
     Check(("cuda_graph_impl", "attention_dropout", "attention_backend"), _check_dropout),

@@ -94,12 +94,12 @@ def compute_in_float8(
 
 
 def weight_quantizers(models: Sequence[nn.Module]) -> tuple[Fp8Quantizers, ...]:
-    """Return the FP8 quantizers of all linear layers, also those of single experts; empty with NVFP4."""
+    """Return the quantizers of all linear layers, also those of single experts."""
     found: list[Fp8Quantizers] = []
     for module in (module for model in models for module in model.modules()):
         own = getattr(module, "quantizers", None)
         found += () if own is None else own if isinstance(own, tuple) else (own,)
-    return tuple(each for each in found if not isinstance(each, Nvfp4Quantizers))
+    return tuple(found)
 
 
 _FIRST_WITH_NVFP4 = (10, 0)

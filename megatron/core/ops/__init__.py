@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         has_scaled_products,
         quantize,
         scale_of,
+        scaled_operands,
         scaled_product,
     )
     from megatron.core.ops.gemm import (
@@ -134,7 +135,9 @@ __getattr__ = lazy_exports(
             "unfinished_scaled_gradient"
         ),
         "fp8_quantizers": "Float8Recipe Float8State Fp8Quantizers weights_kept",
-        "fp8_tensor": "Blocks E4M3 Quantized ROWS WHOLE has_scaled_products quantize scale_of scaled_product",
+        "fp8_tensor": (
+            "Blocks E4M3 Quantized ROWS WHOLE has_scaled_products quantize scale_of scaled_operands scaled_product"
+        ),
         "gemm": (
             "Groups RowCounts RowEnds add_rows add_wide_product adds_wide_products gradient_library group_gradient "
             "grouped_gradient grouped_product has_grouped_kernel has_library lengthened_group linear linear_into "

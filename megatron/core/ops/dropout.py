@@ -277,19 +277,19 @@ class DropoutKeys:
         normal: torch.Tensor = torch.special.ndtri((drawn.float() + 0.5) / (_LARGEST_DRAWN + 1))
         return normal
 
-    def of_rounding(self, site: int, num_rows: int) -> RowKeys:
-        """Return the keys of stochastic rounding of a matrix with a row per token; each matrix has its own ``site``.
+    def of_rounding(self, sites: range, num_rows: int) -> RowKeys:
+        """Return the keys of stochastic rounding of matrices with a row per token; each matrix has its own site.
 
         The rows are all of this rank's positions, or its part of them under sequence parallelism.
 
-        Shapes: ``-> [num_rows]``.
+        Shapes: ``-> [sites, num_rows]``.
         """
         positions = self.positions
         if num_rows != len(positions) * len(self.samples.states):
             positions = positions[self.hidden]
-        states = _mixed(_mixed(self.samples.states, positions[:, None]), _ROUNDING_SITES + site)
-        assert states.numel() == num_rows, "one key per row"
-        return RowKeys(*(key.flatten() for key in _row_keys(states)))
+        assert num_rows == len(positions) * len(self.samples.states), "one key per row"
+        first, count = _ROUNDING_SITES + sites.start, len(sites)
+        return RowKeys(*(key.flatten(1) for key in self._keys_of_sites(positions, first, count)))
 
     def static_copy(self) -> DropoutKeys:
         """Return keys in static memory, which `overwrite` fills for each micro-batch, for CUDA graphs.
@@ -318,13 +318,16 @@ class DropoutKeys:
     @cached_property
     def _of_sites(self) -> RowKeys:
         """Return the keys of all hidden-state sites, computed together. Shapes: ``[sites, s, b]``."""
-        positions, last_site = self.positions[self.hidden], 2 * self.layers.stop
+        first = self._first_site
+        return self._keys_of_sites(self.positions[self.hidden], first, 2 * self.layers.stop - first)
+
+    def _keys_of_sites(self, positions: torch.Tensor, first: int, count: int) -> RowKeys:
+        """Return the keys of consecutive sites at some positions. Shapes: ``positions: [s] -> [count, s, b]``."""
         if is_on_triton_device(positions):
             from megatron.core.ops.triton import keys_of_sites
 
-            num_sites = last_site - self._first_site
-            return RowKeys(*keys_of_sites(self.samples.states, positions, self._first_site, num_sites, _STEP, _FACTORS))
-        sites = torch.arange(self._first_site, last_site, device=positions.device)
+            return RowKeys(*keys_of_sites(self.samples.states, positions, first, count, _STEP, _FACTORS))
+        sites = torch.arange(first, first + count, device=positions.device)
         states = _mixed(self.samples.states, positions[:, None])
         return _row_keys(_mixed(states, sites[:, None, None]))
 

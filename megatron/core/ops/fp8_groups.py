@@ -82,10 +82,13 @@ def quantize_groups(
     num_groups: int,
     *,
     source: torch.Tensor | None = None,
+    is_padded: bool = False,
     plain: bool,
     transpose: bool,
 ) -> QuantizedGroups:
     """Quantize groups of rows, their transposes, or both; ``source`` and ``group_of`` as in `PaddedGroups`.
+
+    With ``is_padded`` the rows are at their padded places, and rows without a source count as zeros.
 
     Shapes: ``x: [m, width]``, ``source: [n]``, ``group_of: [n / GRAIN]``, without a source ``n = m``.
     """
@@ -93,9 +96,11 @@ def quantize_groups(
     if runs_on_triton(x) and casts_to_float8(x.device.type):
         from megatron.core.ops.triton import cast_groups
 
-        first, second = cast_groups(x, source, group_of, num_groups, plain=plain, transpose=transpose)
+        forms = {"plain": plain, "transpose": transpose}
+        first, second = cast_groups(x, source, group_of, num_groups, is_padded=is_padded, **forms)
         return QuantizedGroups(*(first or (None, None)), *(second or (None, None)))
-    rows = x if source is None else x[source.clamp(min=0)].masked_fill((source < 0)[:, None], 0.0)
+    rows = x if source is None or is_padded else x[source.clamp(min=0)]
+    rows = rows if source is None else rows.masked_fill((source < 0)[:, None], 0.0)
     of_rows = group_of.repeat_interleave(GRAIN)
     rows = rows.masked_fill((of_rows >= num_groups)[:, None], 0.0)
     data = scale = turned = turned_scale = None

@@ -281,7 +281,8 @@ class Fp8Quantizers:
             if not self._kept_weight:
                 # The first pass of recomputed layers does not record, but a pass that does may find the kept weight.
                 both = self._weight(x, None, plain=True, transpose=True, records=True)
-                self._kept_weight = {False: both[0], True: both[1]}
+                # In place, since the quantizers of micro-batches share it.
+                self._kept_weight.update({False: both[0], True: both[1]})
             return self._kept_weight[transpose]
         return self._weight(x, scale, plain=not transpose, transpose=transpose, records=records)[0]
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +72,7 @@ class Quantized:
 
     def block_scales(self) -> torch.Tensor:
         """Return the scales in two dimensions, one number per block."""
-        return _from_tiles(self.scale) if self.has_tiles else self.scale
+        return from_tiles(self.scale).float() if self.has_tiles else self.scale
 
     @property
     def has_tiles(self) -> bool:
@@ -305,12 +306,29 @@ def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype, *,
 
     Shapes: ``left: [a, n]``, ``right: [b, n] -> [a, b]``.
     """
-    scales = left.scale, right.scale
-    computed_dtype = out_dtype
     if right.blocks == SQUARES_OF_128:
         return in_dtype(_product_with_squares(left, right, torch.bfloat16), out_dtype, narrow)
+    return in_dtype(torch._scaled_mm(**scaled_operands(left, right, out_dtype)._asdict()), out_dtype, narrow)
+
+
+class ScaledOperands(NamedTuple):
+    """Arguments of torch's scaled GEMM."""
+
+    input: torch.Tensor
+    mat2: torch.Tensor
+    scale_a: torch.Tensor
+    scale_b: torch.Tensor
+    out_dtype: torch.dtype
+
+
+def scaled_operands(left: Quantized, right: Quantized, out_dtype: torch.dtype) -> ScaledOperands:
+    """Return the arguments of torch's scaled GEMM for ``left @ right.T``, with the dtype that it can write.
+
+    Scales of the right operand are not those of 128 × 128 blocks.
+    """
+    computed_dtype = out_dtype
     if left.blocks == WHOLE:
-        left_scale, right_scale = (scale.reshape(()) for scale in scales)
+        left_scale, right_scale = (scale.reshape(()) for scale in (left.scale, right.scale))
     elif left.blocks == SEGMENTS_OF_32:
         left_scale, right_scale = (
             each.scale.reshape(-1) if each.has_tiles else swizzled(each.scale.to(torch.float8_e8m0fnu))
@@ -322,14 +340,8 @@ def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype, *,
         left_scale = left.scale if left.blocks == ROWS else left.scale.t().contiguous().t()
         right_scale = right.scale.t().contiguous()
         computed_dtype = torch.bfloat16 if left.data.is_cuda else out_dtype
-    result = torch._scaled_mm(
-        left.data.contiguous(),
-        right.data.contiguous().t(),
-        left_scale,
-        right_scale,
-        out_dtype=computed_dtype,
-    )
-    return in_dtype(result, out_dtype, narrow)
+    data = left.data.contiguous(), right.data.contiguous().t()
+    return ScaledOperands(*data, left_scale, right_scale, computed_dtype)
 
 
 def in_dtype(result: torch.Tensor, dtype: torch.dtype, narrow: bool) -> torch.Tensor:
@@ -391,10 +403,10 @@ def swizzled(scale: torch.Tensor) -> torch.Tensor:
     return ordered.reshape(-1).view(scale.dtype)
 
 
-def _from_tiles(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales in two dimensions, in float32, from rows of whole tiles.
+def from_tiles(scale: torch.Tensor) -> torch.Tensor:
+    """Return one-byte scales in two dimensions from rows of whole tiles.
 
     Shapes: ``[n / 128, 512 tiles] -> [n, 4 tiles]``.
     """
-    tiles = scale.view(len(scale), -1, 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(len(scale) * _TILE_ROWS, -1).float()
+    tiles = scale.view(torch.uint8).view(len(scale), -1, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(len(scale) * _TILE_ROWS, -1).view(scale.dtype)

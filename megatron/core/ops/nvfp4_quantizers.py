@@ -15,12 +15,12 @@ from megatron.core.collectives import all_reduce
 from megatron.core.errors import ConfigurationError
 from megatron.core.ops.dropout import DropoutKeys, RowKeys
 from megatron.core.ops.fp8_quantizers import Float8Recipe, Fp8Quantizers
-from megatron.core.ops.fp8_tensor import SQUARES_OF_16, Quantized
-from megatron.core.ops.nvfp4_tensor import Nvfp4Matrix, Segmented, quantize_nvfp4, tensor_scale_of
+from megatron.core.ops.fp8_tensor import Quantized
+from megatron.core.ops.nvfp4_tensor import Nvfp4Matrix, amaxes, quantize_segments, quantize_squares
 from megatron.core.process_group import Group
 
-_PLAIN, _TURNED = 0, 1
 _MATRICES = 2
+"""Matrices per gradient that are rounded: the gradient and its transpose."""
 _LINEAR_OF_A_LAYER = 64
 
 
@@ -53,13 +53,7 @@ class Nvfp4Quantizers(Fp8Quantizers):
 
         Shapes: ``x: [n, m] -> [n, m], [m, n]``.
         """
-        sides = (_PLAIN, _TURNED) if transpose else (_PLAIN,)
-        matrices = [Segmented(x, side == _TURNED) for side in sides]
-        amax = _shared(torch.stack([each.amax() for each in matrices]), group)
-        plain, *turned = (
-            each.quantized(tensor_scale_of(own), self._random(operand, x, side))
-            for each, own, side in zip(matrices, amax, sides)
-        )
+        plain, *turned = self._segments(operand, x, group, plain=True, transpose=transpose)
         return plain, turned[0] if turned else None
 
     def columns(self, operand: str, x: torch.Tensor, group: Group | None = None) -> Quantized:
@@ -67,8 +61,8 @@ class Nvfp4Quantizers(Fp8Quantizers):
 
         Shapes: ``x: [n, m] -> [m, n]``.
         """
-        turned = Segmented(x, True)
-        return turned.quantized(tensor_scale_of(_shared(turned.amax(), group)), self._random(operand, x, _TURNED))
+        (turned,) = self._segments(operand, x, group, plain=False, transpose=True)
+        return turned
 
     def input_again(
         self, x: torch.Tensor, scale: torch.Tensor | None, transpose: bool, group: Group | None
@@ -81,18 +75,24 @@ class Nvfp4Quantizers(Fp8Quantizers):
         assert transpose, "parts are gathered after they are transposed"
         return self.columns("input", x, group)
 
-    def weight(self, x: torch.Tensor, *, transpose: bool, records: bool, scale: torch.Tensor | None) -> Nvfp4Matrix:
-        """Return a weight, or its transpose; both have the same values.
+    def _weight(
+        self, x: torch.Tensor, scale: torch.Tensor | None, *, plain: bool, transpose: bool, records: bool
+    ) -> list[Quantized]:
+        return [*quantize_squares(x, plain=plain, transpose=transpose)]
 
-        Shapes: ``x: [n, m] -> [n, m]``, transposed ``[m, n]``.
-        """
-        quantized = quantize_nvfp4(x, SQUARES_OF_16)
-        return quantized.transposed() if transpose else quantized
+    def _segments(
+        self, operand: str, x: torch.Tensor, group: Group | None, *, plain: bool, transpose: bool
+    ) -> list[Nvfp4Matrix]:
+        amax = amaxes(x, plain=plain, transpose=transpose)
+        if group is not None:
+            all_reduce(amax, group, "max")
+        sites = range(self._first_site + (not plain), self._first_site + 1 + transpose)
+        return quantize_segments(x, amax, self._random(operand, x, sites), plain=plain, transpose=transpose)
 
-    def _random(self, operand: str, x: torch.Tensor, side: int) -> tuple[RowKeys, torch.Tensor] | None:
-        """Return the keys and the columns of a gradient or of its transpose, and None for an input.
+    def _random(self, operand: str, x: torch.Tensor, sites: range) -> tuple[RowKeys, torch.Tensor] | None:
+        """Return the keys of a gradient's sites and its columns, and None for an input.
 
-        Shapes: ``x: [n, m] -> [n], [m]``.
+        Shapes: ``x: [n, m] -> [sites, n], [m]``.
 
         Raises:
             ConfigurationError: the layer was called without keys.
@@ -104,11 +104,4 @@ class Nvfp4Quantizers(Fp8Quantizers):
                 "layers with --fp4-format round gradients stochastically, but were called in training without keys: "
                 "pass keys_of_rank(batch.dropout_samples, ...) to the transformer block"
             )
-        return self.keys.of_rounding(self._first_site + side, len(x)), self._columns
-
-
-def _shared(amax: torch.Tensor, group: Group | None) -> torch.Tensor:
-    """Return the maximum over a group that holds row shards of one matrix."""
-    if group is not None:
-        all_reduce(amax, group, "max")
-    return amax
+        return self.keys.of_rounding(sites, len(x)), self._columns

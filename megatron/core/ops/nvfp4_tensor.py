@@ -24,6 +24,7 @@ from megatron.core.ops.fp8_tensor import (
     Blocks,
     Quantized,
     amax_of,
+    from_tiles,
     in_dtype,
     scale_of,
     swizzled,
@@ -46,8 +47,11 @@ SIGNS = 0b1101_0001_0011_0110
 class Nvfp4Matrix(Quantized):
     """A matrix in NVFP4: two codes per byte along the columns, the first one in the low bits.
 
-    Shapes: ``data: [n, m / 2]`` uint8, ``scale``: E4M3, one number per block, in two dimensions, ``tensor_scale: [1,
-    1]`` float32.
+    Scales of segments may be in the layout that cuBLAS reads, in tiles of 128 × 4 scales, one row of tiles per row.
+    Like the matrix, they can be concatenated along either dim.
+
+    Shapes: ``data: [n, m / 2]`` uint8, ``scale``: E4M3, one number per block, in two dimensions, in tiles ``[n / 128, 8
+    m]``, ``tensor_scale: [1, 1]`` float32.
     """
 
     tensor_scale: torch.Tensor
@@ -58,11 +62,19 @@ class Nvfp4Matrix(Quantized):
         Shapes: ``-> [n, m]``.
         """
         codes = unpack(self.data)
-        scale = _spread(self.scale.to(dtype) * self.tensor_scale.to(dtype), self.blocks)
+        scale = _spread(self.block_scales().to(dtype) * self.tensor_scale.to(dtype), self.blocks)
         index = (codes & (_SIGN - 1)).to(dtype)
         # Values are not looked up, because a table would be copied from host memory.
         magnitude = torch.where(index <= 4, index / 2, torch.where(index <= 6, index - 2, _LARGEST))
         return torch.where(codes < _SIGN, magnitude, -magnitude) * scale
+
+    def block_scales(self) -> torch.Tensor:
+        """Return the scales in two dimensions, one number per block."""
+        return from_tiles(self.scale) if self.has_tiles else self.scale
+
+    @property
+    def has_tiles(self) -> bool:
+        return self.blocks.rows == 1 and len(self.scale) < len(self.data)
 
     def transposed(self) -> Nvfp4Matrix:
         """Return the transpose of a matrix with square blocks."""
@@ -90,9 +102,9 @@ class Nvfp4Matrix(Quantized):
         result = F.scaled_mm(
             self.data.contiguous().view(torch.float4_e2m1fn_x2),
             right.data.contiguous().view(torch.float4_e2m1fn_x2).t(),
-            [swizzled(self.row_scales()), self.tensor_scale.reshape(())],
+            [self._device_scales(), self.tensor_scale.reshape(())],
             scaling,
-            [swizzled(right.row_scales()), right.tensor_scale.reshape(())],
+            [right._device_scales(), right.tensor_scale.reshape(())],
             scaling,
             swizzle_a=layout,
             swizzle_b=layout,
@@ -100,14 +112,13 @@ class Nvfp4Matrix(Quantized):
         )
         return in_dtype(result, out_dtype, narrow)
 
-    def row_scales(self) -> torch.Tensor:
-        """Return the scale of each segment of each row, also if several rows share a scale.
-
-        Shapes: ``-> [n, m / 16]`` E4M3.
-        """
+    def _device_scales(self) -> torch.Tensor:
+        """Return the scale of each segment of each row in cuBLAS's layout, also if several rows share a scale."""
+        if self.has_tiles:
+            return self.scale.reshape(-1)
         if self.blocks.rows == 1:
-            return self.scale
-        return self.scale.view(torch.uint8).repeat_interleave(self.blocks.rows, 0).view(E4M3)
+            return swizzled(self.scale)
+        return swizzled(self.scale.view(torch.uint8).repeat_interleave(self.blocks.rows, 0).view(E4M3))
 
 
 def tensor_scale_of(amax: torch.Tensor) -> torch.Tensor:
@@ -143,49 +154,78 @@ def quantize_nvfp4(
     return Nvfp4Matrix(pack(codes), scale, blocks, tensor_scale)
 
 
-@dataclass(eq=False)
-class Segmented:
-    """A matrix, or its Hadamard-transformed transpose, that is quantized in segments of 16 along its rows.
+def amaxes(x: torch.Tensor, *, plain: bool, transpose: bool) -> torch.Tensor:
+    """Return the largest absolute values of a matrix (``plain``), of its Hadamard-transformed transpose, or of both.
 
-    On Triton one kernel reads ``x`` for the amax and one to quantize; the transform is not stored.
+    They are not finite if a value is not. On Triton one kernel reads ``x`` once, and the transform is not stored.
 
-    Shapes: ``x: [n, m]``; with ``is_turned`` the quantized matrix is ``[m, n]``.
+    Shapes: ``x: [n, m] -> [1]`` or ``[2]`` float32.
     """
+    if _is_on_triton(x):
+        from megatron.core.ops.triton import nvfp4_amaxes
 
-    x: torch.Tensor
-    is_turned: bool
+        return nvfp4_amaxes(x, SIGNS, plain=plain, transpose=transpose)
+    return torch.stack([side.abs().amax().float() for side in _sides(x.detach(), plain, transpose)])
 
-    def amax(self) -> torch.Tensor:
-        """Return the largest absolute value, which is not finite if a value is not. Shapes: ``-> []`` float32."""
-        if self._is_on_triton:
-            from megatron.core.ops.triton import nvfp4_amax
 
-            return nvfp4_amax(self.x, self.is_turned, SIGNS)
-        return self._matrix.abs().amax().float()
+def quantize_segments(
+    x: torch.Tensor,
+    amax: torch.Tensor,
+    random: tuple[RowKeys, torch.Tensor] | None = None,
+    *,
+    plain: bool,
+    transpose: bool,
+) -> list[Nvfp4Matrix]:
+    """Quantize a matrix (``plain``), its Hadamard-transformed transpose, or both, in segments of 16 along their rows.
 
-    def quantized(self, tensor_scale: torch.Tensor, random: tuple[RowKeys, torch.Tensor] | None = None) -> Nvfp4Matrix:
-        """Return the matrix in NVFP4, rounded to nearest, or stochastically by keys per row of ``x`` and its columns.
+    ``amax`` is the result of `amaxes`. Values are rounded to nearest, or stochastically by keys per row of ``x`` for
+    each of the results, and by the columns of ``x``. On Triton one kernel reads ``x`` once.
 
-        Shapes: ``tensor_scale: [1, 1]``, keys ``[n]``, columns ``[m]``.
-        """
-        if self._is_on_triton:
-            from megatron.core.ops.triton import quantize_segments
+    Shapes: ``x: [n, m]``, keys ``[results, n]``, columns ``[m] -> [n, m]`` and ``[m, n]``.
+    """
+    if _is_on_triton(x):
+        from megatron.core.ops.triton import cast_to_nvfp4
 
-            drawn = None if random is None else (*random[0], random[1])
-            data, scale = quantize_segments(self.x, tensor_scale, self.is_turned, SIGNS, drawn)
-            return Nvfp4Matrix(data, scale, SEGMENTS_OF_16, tensor_scale)
-        words = None if random is None else keyed_words(*random)
-        if words is not None and self.is_turned:
+        drawn = None if random is None else (*random[0], random[1])
+        parts = cast_to_nvfp4(x, amax, SIGNS, drawn, plain=plain, transpose=transpose)
+        return [_of_segments(*part) for part in parts if part is not None]
+    quantized = []
+    for number, (side, is_turned) in enumerate(zip(_sides(x.detach(), plain, transpose), (not plain, True))):
+        words = None if random is None else keyed_words(RowKeys(*(key[number] for key in random[0])), random[1])
+        if words is not None and is_turned:
             words = words.t()
-        return quantize_nvfp4(self._matrix, SEGMENTS_OF_16, tensor_scale, words)
+        quantized.append(quantize_nvfp4(side, SEGMENTS_OF_16, tensor_scale_of(amax[number]), words))
+    return quantized
 
-    @functools.cached_property
-    def _matrix(self) -> torch.Tensor:
-        return hadamard(self.x.detach().t()) if self.is_turned else self.x.detach()
 
-    @property
-    def _is_on_triton(self) -> bool:
-        return runs_on_triton(self.x) and casts_to_float8(self.x.device.type)
+def quantize_squares(x: torch.Tensor, *, plain: bool, transpose: bool) -> list[Nvfp4Matrix]:
+    """Quantize a matrix (``plain``), its transpose, or both, with a scale per 16 × 16 elements.
+
+    On Triton one kernel reads ``x`` for the amax and one writes the results, whose segments of 16 elements have the
+    scales of their squares.
+
+    Shapes: ``x: [n, m] -> [n, m]`` and ``[m, n]``.
+    """
+    if _is_on_triton(x):
+        from megatron.core.ops.triton import cast_to_nvfp4
+
+        amax = amaxes(x, plain=True, transpose=False)
+        parts = cast_to_nvfp4(x, amax, SIGNS, plain=plain, transpose=transpose, square=True)
+        return [_of_segments(*part) for part in parts if part is not None]
+    quantized = quantize_nvfp4(x, SQUARES_OF_16)
+    return [side for side, is_wanted in ((quantized, plain), (quantized.transposed(), transpose)) if is_wanted]
+
+
+def _sides(x: torch.Tensor, plain: bool, transpose: bool) -> list[torch.Tensor]:
+    return [*([x] if plain else []), *([hadamard(x.t())] if transpose else [])]
+
+
+def _of_segments(data: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor) -> Nvfp4Matrix:
+    return Nvfp4Matrix(data, scale, SEGMENTS_OF_16, tensor_scale)
+
+
+def _is_on_triton(x: torch.Tensor) -> bool:
+    return runs_on_triton(x) and casts_to_float8(x.device.type)
 
 
 def _codes(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:

@@ -155,16 +155,17 @@ class PipelineConnection:
 
 @dataclass
 class _SavedActivations:
-    """State that a backward pass needs from its forward pass: the roots and the input of the graph.
+    """State that a backward pass needs from its forward pass: the input of the graph, and its roots with gradients.
 
-    The first root is the scaled loss or the hidden states; the others are scaled auxiliary losses. The gradient from
-    the next stage belongs to the first root.
+    The first root is the loss sum or the hidden states, and the others are sums of auxiliary losses. Hidden states have
+    no gradient yet: the next stage sends it.
 
     Hidden states are not kept, neither received nor sent ones: their memory is freed unless the graph needs it.
     """
 
     entrance: StageInput | None
     roots: list[GradientEdge]
+    grads: list[torch.Tensor | None]
 
 
 def run_schedule(
@@ -236,6 +237,7 @@ class _Run:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
         self.auxiliary: dict[str, torch.Tensor] = {}
+        self._factors: dict[tuple[torch.dtype, float], torch.Tensor] = {}
         self._order = None if order is None else deque(order)
         self.activations_in: ReceiveQueue | LocalQueue
         self.activations_out: SendQueue | LocalQueue
@@ -357,43 +359,53 @@ class _Run:
             output = self.chunks[action.chunk].forward(action.microbatch, hidden)
             is_last = self.place.is_last(action.chunk)
             assert isinstance(output, MicrobatchLoss) == is_last, "the last chunk, and no other, returns the loss"
-            if isinstance(output, MicrobatchLoss):
-                root, losses = self._count_loss(output), output.auxiliary
-            else:
-                root, losses = output if isinstance(output, LayerOutput) else LayerOutput(output)
-            roots = [root, *self._count_auxiliary(losses)]
+        root_grad: torch.Tensor | None = None
+        if isinstance(output, MicrobatchLoss):
+            root, losses = output.loss_sum, output.auxiliary
+            root_grad = self._count_loss(output)
+        else:
+            root, losses = output if isinstance(output, LayerOutput) else LayerOutput(output)
+        roots = [(root, root_grad), *self._count_auxiliary(losses)]
         if self.trains:
             self._stashes[action.microbatch, action.chunk] = _SavedActivations(
-                entrance, [get_gradient_edge(root) for root in roots]
+                entrance, [get_gradient_edge(root) for root, _ in roots], [root_grad for _, root_grad in roots]
             )
         return None if is_last else root.detach().contiguous()
 
-    def _count_loss(self, loss: MicrobatchLoss) -> torch.Tensor:
-        """Add a micro-batch's loss to the sums and return the root of its backward pass."""
+    def _count_loss(self, loss: MicrobatchLoss) -> torch.Tensor | None:
+        """Add a micro-batch's loss to the sums, and return the gradient of its loss sum if the schedule trains."""
         self.loss_sum += loss.loss_sum.detach()
         self.num_tokens += loss.num_tokens
-        return self._scaled(loss.loss_sum, loss.num_tokens)
+        return self._gradient_of(loss.loss_sum, loss.num_tokens) if self.trains else None
 
-    def _count_auxiliary(self, losses: Sequence[AuxiliaryLoss]) -> list[torch.Tensor]:
-        """Add auxiliary losses to the sums and return the roots of their backward passes."""
+    def _count_auxiliary(self, losses: Sequence[AuxiliaryLoss]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Add auxiliary losses to the sums, and return those to differentiate with their gradients."""
         roots = []
         for loss in losses:
             values = torch.stack((loss.loss_sum.detach().double(), loss.num_tokens.double()))
             self.auxiliary[loss.name] = self.auxiliary.get(loss.name, 0) + values
             # Before the first LoRA adapter no parameter is trained, so the loss requires no gradient.
-            if loss.coefficient and loss.loss_sum.requires_grad:
-                roots.append(self._scaled(loss.loss_sum, loss.num_tokens) * loss.coefficient)
+            if self.trains and loss.coefficient and loss.loss_sum.requires_grad:
+                grad = self._gradient_of(loss.loss_sum, loss.num_tokens, loss.coefficient)
+                roots.append((loss.loss_sum, grad))
         return roots
 
-    def _scaled(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        if not self.calculate_per_token_loss:
-            loss_sum = loss_sum / (_nonzero(num_tokens) * (self.num_microbatches * self.num_replicas))
-        return loss_sum if self.loss_scale == 1.0 else loss_sum * self.loss_scale
+    def _gradient_of(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor, coefficient: float = 1.0) -> torch.Tensor:
+        """Return the gradient of a loss sum: what divides and scales it, without autograd's kernels for that."""
+        key = loss_sum.dtype, coefficient
+        if key not in self._factors:
+            factor = loss_sum.new_full((), coefficient, requires_grad=False)
+            self._factors[key] = factor if self.loss_scale == 1.0 else factor * self.loss_scale
+        if self.calculate_per_token_loss:
+            return self._factors[key]
+        divisor = _nonzero(num_tokens) * (self.num_microbatches * self.num_replicas)
+        return (self._factors[key] / divisor).to(loss_sum.dtype)
 
     def _backward(self, action: Action, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Run a backward pass and return the gradient of the chunk's input."""
         stash = self._stashes.pop((action.microbatch, action.chunk))
-        torch.autograd.backward(stash.roots, [grad, *[None] * (len(stash.roots) - 1)])
+        first, *others = stash.grads
+        torch.autograd.backward(stash.roots, [grad if first is None else first, *others])
         if stash.entrance is None:
             return None
         assert stash.entrance.grad is not None, "the chunk's output does not depend on its input"
@@ -402,4 +414,7 @@ class _Run:
 
 def _nonzero(num_tokens: torch.Tensor) -> torch.Tensor:
     """Return the divisor of a loss sum: 1 if no token counts and the sum is 0."""
-    return num_tokens.masked_fill(num_tokens <= 0, 1)
+    if not num_tokens.is_floating_point():
+        return num_tokens.clamp(min=1)
+    # A rank's share of a token is fractional under context parallelism.
+    return torch.where(num_tokens > 0, num_tokens, 1)

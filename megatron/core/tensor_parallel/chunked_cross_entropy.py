@@ -57,12 +57,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
         ctx.num_columns, ctx.region, ctx.tp, ctx.product_library = num_columns, region, tp, library
+        # Without a loss of the log-sum-exps nothing is added for them, rather than zeros.
+        ctx.set_materialize_grads(False)
         losses = (log_normalizer - label_logits).reshape(labels.shape)
         # A copy, because a saved tensor must not be an output, which the caller may modify.
         return losses, log_normalizer.clone().reshape(labels.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, normalizer_grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad: torch.Tensor | None, normalizer_grad: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         x, weight, local_labels, local_normalizer, log_normalizer = ctx.saved_tensors
         last_logits, ctx.last_logits = ctx.last_logits, None
         tp: Group = ctx.tp
@@ -72,7 +76,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         full_x = all_gather_first_dim(x, tp) if ctx.region is InputRegion.SEQUENCE else x
         rows = full_x.reshape(-1, full_x.shape[-1])
         size = chunk_rows(len(rows), weight.shape[0])
-        per_row = [local_labels, local_normalizer, log_normalizer, grad.reshape(-1).to(log_normalizer.dtype)]
+        row_grad = torch.zeros_like(log_normalizer) if grad is None else grad.reshape(-1).to(log_normalizer.dtype)
+        per_row = [local_labels, local_normalizer, log_normalizer, row_grad]
         if normalizer_grad is not None:
             per_row.append(normalizer_grad.reshape(-1).to(log_normalizer.dtype))
         x_grad = torch.empty_like(rows) if needs_x_grad else None

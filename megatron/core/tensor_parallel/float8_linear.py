@@ -23,6 +23,9 @@ from megatron.core.flight_recorder import PendingWork
 from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad_of
 from megatron.core.ops import WHOLE, Fp8Quantizers, Quantized, product, scaled_product
 from megatron.core.process_group import Group
+from megatron.core.tensor_parallel import symmetric_memory
+from megatron.core.tensor_parallel.comm_overlap_config import WHOLE as NO_OVERLAP
+from megatron.core.tensor_parallel.comm_overlap_config import LinearOverlap
 from megatron.core.tensor_parallel.mappings import InputRegion
 
 
@@ -101,6 +104,7 @@ class _Float8Linear(torch.autograd.Function):
         quantizers: Fp8Quantizers,
         records: bool,
         scatters: bool,
+        overlap: LinearOverlap,
     ) -> torch.Tensor:
         group = tp if region is InputRegion.SEQUENCE and tp.size > 1 else None
         rows = x.reshape(-1, x.shape[-1])
@@ -123,14 +127,22 @@ class _Float8Linear(torch.autograd.Function):
         )
         ctx.region, ctx.tp, ctx.group, ctx.product_library = region, tp, group, library
         ctx.quantizers, ctx.records, ctx.kept, ctx.form = quantizers, records, kept, rounded.form
-        ctx.x_shape, ctx.scatters = x.shape, scatters
+        ctx.x_shape, ctx.scatters, ctx.overlap = x.shape, scatters, overlap
         # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
         ctx.bias_receiver = None if bias is None else Receiver.of(bias)
+        bias = bias if adds_bias else None
+        is_fused = overlap.forward and _fuses(overlap, plain, quantized_weight)
+        shape = (-1, *x.shape[1:-1], weight.shape[0])
+        if is_fused and scatters:
+            assert bias is None, "a sum in symmetric memory has no place for it"
+            return symmetric_memory.multiply_and_scatter_quantized(plain, quantized_weight, x.dtype, tp).view(shape)
+        if is_fused and group is not None:
+            result, _ = symmetric_memory.gather_and_multiply_quantized(plain, quantized_weight, x.dtype, group)
+            return (result if bias is None else result.add_(bias)).view(shape)
         if group is not None:
             plain = gather_rows(plain, group)
-        result = scaled_product(plain, quantized_weight, x.dtype, bias if adds_bias else None, library)
-        result = result.view(-1, *x.shape[1:-1], weight.shape[0])
+        result = scaled_product(plain, quantized_weight, x.dtype, bias, library).view(shape)
         return reduce_scatter_first_dim(result, tp) if scatters else result
 
     @staticmethod
@@ -150,15 +162,26 @@ class _Float8Linear(torch.autograd.Function):
 
         rows = grad.reshape(-1, grad.shape[-1])
         in_fp8 = needs_weight_grad and quantizers.recipe.has_weight_gradients
-        if ctx.scatters:
-            part, _ = quantizers.matrix("grad", rows, transpose=False, records=ctx.records, group=tp)
-            plain = gather_rows(part, tp)
-            turned = plain.transposed() if in_fp8 else None
-        else:
-            plain, turned = quantizers.matrix("grad", rows, transpose=in_fp8, records=ctx.records)
-        x_grad, reducing = None, None
+        turns_now, gathers_grad = in_fp8 and not ctx.scatters, tp if ctx.scatters else None
+        plain, turned = quantizers.matrix("grad", rows, transpose=turns_now, records=ctx.records, group=gathers_grad)
+        x_grad, reducing, turned_weight = None, None, None
         if needs_x_grad:
             turned_weight = quantizers.weight(weight, transpose=True, records=False, scale=weight_scale)
+        fused: Quantized | None = None
+        if turned_weight is not None and ctx.overlap.backward and _fuses(ctx.overlap, plain, turned_weight):
+            fused = turned_weight
+        if fused is not None and ctx.scatters:
+            x_grad, data = symmetric_memory.gather_and_multiply_quantized(plain, fused, grad.dtype, tp)
+            plain = plain.form(data, plain.scale)
+        elif fused is not None and group is not None:
+            x_grad = symmetric_memory.multiply_and_scatter_quantized(plain, fused, grad.dtype, tp)
+        elif ctx.scatters:
+            plain = gather_rows(plain, tp)
+        if ctx.scatters and in_fp8:
+            turned = plain.transposed()
+        if x_grad is not None:
+            x_grad = x_grad.view(ctx.x_shape)
+        elif turned_weight is not None:
             full = scaled_product(plain, turned_weight, grad.dtype, library=ctx.product_library)
             full = full.view(-1, *grad.shape[1:-1], full.shape[-1])
             x_grad, reducing = _reduce_input_gradient(full, ctx.x_shape, ctx.region, tp)
@@ -175,7 +198,7 @@ class _Float8Linear(torch.autograd.Function):
         bias_grad = bias_gradient(grad, ctx.bias_receiver) if needs_bias_grad else None
         if reducing is not None:
             reducing.wait()
-        return x_grad, weight_grad, bias_grad, *(None,) * 7
+        return x_grad, weight_grad, bias_grad, *(None,) * 8
 
 
 def float8_linear(
@@ -189,19 +212,28 @@ def float8_linear(
     adds_bias: bool,
     library: str,
     scatters: bool,
+    overlap: LinearOverlap = NO_OVERLAP,
 ) -> torch.Tensor:
     """Compute `tensor_parallel_linear` with all three GEMMs in FP8, or in NVFP4 by the quantizers.
 
     Under sequence parallelism the input is gathered in FP8, with its scales, in both passes. The gradient of an output
-    that is scattered here is also gathered in FP8, which requires `Fp8Quantizers.gathers_gradients`.
+    that is scattered here is also gathered in FP8, which requires `Fp8Quantizers.gathers_gradients`. Communication
+    overlaps with the GEMM of the output or of the input gradient in symmetric memory only, and with one scale per
+    matrix or per row.
 
     Shapes: as those of `tensor_parallel_linear`.
     """
     assert not scatters or quantizers.gathers_gradients, "this recipe gathers gradients before it rounds them"
     quantizers = quantizers.of_microbatch()
-    arguments = (x, weight, bias, region, tp, adds_bias, library, quantizers, torch.is_grad_enabled(), scatters)
+    records = torch.is_grad_enabled()
+    arguments = (x, weight, bias, region, tp, adds_bias, library, quantizers, records, scatters, overlap)
     result: torch.Tensor = _Float8Linear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
+
+
+def _fuses(overlap: LinearOverlap, left: Quantized, weight: Quantized) -> bool:
+    """Return whether a GEMM runs together with its communication."""
+    return overlap.uses_symmetric_memory and symmetric_memory.multiplies_quantized(left, weight)
 
 
 def _what_to_keep(quantizers: Fp8Quantizers, rows: torch.Tensor, group: Group | None, needs_weight_grad: bool) -> _Kept:

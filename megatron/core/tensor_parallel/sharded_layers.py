@@ -189,7 +189,7 @@ def tensor_parallel_linear(
     If the ranks' results are to be summed, only one of the ranks ``adds_bias``. The bias has its gradient on all.
     ``library`` computes the GEMMs on CPU (see `linear`). ``scatters`` reduce-scatters the result of a SPLIT input along
     s. ``overlap`` determines which communication overlaps which GEMM. ``memory`` provides the output buffer on a CPU
-    without chunked overlap. With ``quantizers`` the GEMMs run in FP8 without overlap.
+    without chunked overlap. With ``quantizers`` the GEMMs run in FP8 (see `float8_linear` for their overlap).
 
     If ``x`` is the ``activation`` of ``inner`` (see `tensor_parallel_linear_with_activation`), ``inner`` has the
     gradient instead of ``x``. Such a layer overlaps no chunks and is not quantized.
@@ -201,7 +201,11 @@ def tensor_parallel_linear(
     """
     if quantizers is not None:
         return float8_linear(
-            *(x, weight, bias, region, tp, quantizers), adds_bias=adds_bias, library=library, scatters=scatters
+            *(x, weight, bias, region, tp, quantizers),
+            adds_bias=adds_bias,
+            library=library,
+            scatters=scatters,
+            overlap=overlap,
         )
     arguments = (x, weight, bias, region, tp, adds_bias, library, overlap, scatters, memory)
     more = (inner, None if inner is None else activation, False)

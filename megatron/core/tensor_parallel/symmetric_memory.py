@@ -12,6 +12,7 @@ import platform
 import torch
 
 from megatron.core.collectives import all_gather_objects, any_rank
+from megatron.core.ops import ROWS, WHOLE, Quantized, scaled_operands
 from megatron.core.process_group import Group
 
 
@@ -33,7 +34,10 @@ def _has_operators() -> bool:
         importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError:
         return False
-    names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+    names = (
+        *("fused_all_gather_matmul", "fused_matmul_reduce_scatter"),
+        *("fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"),
+    )
     return all(hasattr(torch.ops.symm_mem, name) for name in names)
 
 
@@ -64,3 +68,45 @@ def multiply_and_scatter(x: torch.Tensor, weight: torch.Tensor, tp: Group) -> to
         x.contiguous(), weight.t(), "sum", 0, tp.handle.group_name
     )
     return part
+
+
+def multiplies_quantized(left: Quantized, right: Quantized) -> bool:
+    """Return whether the operators multiply FP8 matrices of this kind: with one scale per matrix or per row."""
+    return left.blocks in (WHOLE, ROWS) and right.blocks == left.blocks and left.has_device_product(right)
+
+
+def gather_and_multiply_quantized(
+    part: Quantized, weight: Quantized, out_dtype: torch.dtype, tp: Group
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``x @ weight.T`` for the row parts of all ranks, and return the gathered data of ``x`` too.
+
+    With one scale per matrix all parts have the same.
+
+    Shapes: ``part: [n/tp, in]``, ``weight: [out, in] -> [n, out], [n, in]``.
+    """
+    assert tp.handle is not None
+    tp.observe("all_gather", part.data.nbytes * tp.size)
+    given = scaled_operands(part, weight, out_dtype)
+    gathered, products = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+        *(given.input, [given.mat2], given.scale_a, [given.scale_b], 0, tp.handle.group_name),
+        *([None], [None], [given.out_dtype], [False]),
+    )
+    return products[0].to(out_dtype), gathered
+
+
+def multiply_and_scatter_quantized(
+    left: Quantized, weight: Quantized, out_dtype: torch.dtype, tp: Group
+) -> torch.Tensor:
+    """Return this rank's row part of the sum of ``left @ weight.T`` over the group.
+
+    Shapes: ``left: [n, in]``, ``weight: [out, in] -> [n/tp, out]``.
+    """
+    assert tp.handle is not None
+    given = scaled_operands(left, weight, out_dtype)
+    shape = [len(left.data), len(weight.data)]
+    tp.observe("reduce_scatter", shape[0] * shape[1] * given.out_dtype.itemsize, "sum")
+    part: torch.Tensor = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+        *(given.input, given.mat2, given.scale_a, given.scale_b, "sum", 0, 0, tp.handle.group_name, shape),
+        out_dtype=given.out_dtype,
+    )
+    return part.to(out_dtype)

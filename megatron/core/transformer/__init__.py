@@ -9,7 +9,7 @@ from megatron.core.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from megatron.core.transformer.alibi import alibi_slopes
     from megatron.core.transformer.attention import SelfAttention, SharedGroupQueryKeyValue, describe_attention
-    from megatron.core.transformer.cuda_graphs import GraphedLayers
+    from megatron.core.transformer.cuda_graphs import GraphedLayers, GraphUnit
     from megatron.core.transformer.decoder_config import (
         GATED_ACTIVATIONS,
         INDEPENDENT_SCORES,
@@ -118,7 +118,7 @@ __getattr__ = lazy_exports(
     {
         "alibi": "alibi_slopes",
         "attention": "SelfAttention SharedGroupQueryKeyValue describe_attention",
-        "cuda_graphs": "GraphedLayers",
+        "cuda_graphs": "GraphedLayers GraphUnit",
         "dropout": "HiddenDropout keys_of_rank require_keys",
         "gated_attention": "GatedAttention",
         "gated_delta_net_kind": "GATED_DELTA_NET",

@@ -81,9 +81,30 @@ class TransformerBlock(nn.Module):
         sequences at which ``padding_mask: [b, s]`` is True.
 
         Raises:
-            ConfigurationError: layers use dropout in training, and ``dropout`` is None.
+            ConfigurationError: layers use dropout in training, and ``dropout`` is None, or CUDA graphs cannot capture
+                the attention pattern.
         """
         losses: list[AuxiliaryLoss] = []
+        units = partial(self.units, pattern, angles, cache, padding_mask, shared)
+        if self.graphs is not None and self.layers and self.captures(pattern):
+            x = self.graphs.run(lambda batch: units(), x, dropout)
+        else:
+            if self.graphs is not None and self.training:
+                self.graphs.warm_up(self.layers.values())
+            of_layers = () if shared is None else shared.tensors()
+            x, found = self._run(units(), x, (*_tensors_of(angles), *of_layers), dropout)
+            losses += found
+        return LayerOutput(x if self.final_layernorm is None else self.final_layernorm(x), tuple(losses))
+
+    def units(
+        self,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
+        cache: KeyValueCache | None = None,
+        padding_mask: torch.Tensor | None = None,
+        shared: SharedTensors | None = None,
+    ) -> list[GraphUnit]:
+        """Return each group of layers with the function that runs it; `forward` describes the arguments."""
         if self.shares_selected_keys and pattern.selected is None:
             pattern = replace(pattern, selected=SelectedKeys())
         selected = pattern.selected
@@ -127,28 +148,26 @@ class TransformerBlock(nn.Module):
                 shared.add(after)
             return output
 
-        def units() -> list[GraphUnit]:
-            """Return each group of layers with the function that runs it."""
-            joins_kept = self.graphs is None and self.offload is None and self.weights is None
-            return [
-                GraphUnit(group, partial(run_again if is_again else run, group))
-                for group, is_again in self._groups(joins_kept)
-            ]
+        joins_kept = self.graphs is None and self.offload is None and self.weights is None
+        return [
+            GraphUnit(group, partial(run_again if is_again else run, group))
+            for group, is_again in self._groups(joins_kept)
+        ]
 
-        if self.graphs is not None and self.layers and self.training and self.graphs.is_warm:
-            if pattern.document_ids is not None or pattern.mask is not None:
-                raise ConfigurationError(
-                    "--cuda-graph-impl local: attention depends on document boundaries or a mask, which differ "
-                    "between micro-batches; omit it"
-                )
-            x = self.graphs.run(units, x, dropout)
-        else:
-            if self.graphs is not None and self.training:
-                self.graphs.warm_up(self.layers.values())
-            of_layers = () if shared is None else shared.tensors()
-            x, found = self._run(units(), x, (*_tensors_of(angles), *of_layers), dropout)
-            losses += found
-        return LayerOutput(x if self.final_layernorm is None else self.final_layernorm(x), tuple(losses))
+    def captures(self, pattern: AttentionPattern) -> bool:
+        """Return whether a forward pass with this attention pattern runs CUDA graphs.
+
+        Raises:
+            ConfigurationError: it does, and the pattern differs between micro-batches.
+        """
+        if self.graphs is None or not self.training or not self.graphs.is_warm:
+            return False
+        if pattern.document_ids is not None or pattern.mask is not None:
+            raise ConfigurationError(
+                "--cuda-graph-impl local: attention depends on document boundaries or a mask, which differ "
+                "between micro-batches; omit it"
+            )
+        return True
 
     def _run(
         self, units: Sequence[GraphUnit], x: torch.Tensor, kept: Sequence[torch.Tensor], dropout: DropoutKeys | None

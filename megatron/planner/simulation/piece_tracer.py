@@ -53,7 +53,7 @@ def _warm_up(request: TraceRequest) -> None:
     model = request.model
     # A layer in the model's own dtype does not test the matmuls of the FP8 layers.
     in_float8 = any(model.fp8.is_in_float8(number, model.num_layers) for number in request.contents.layer_numbers)
-    recipe = model.fp8.fp8_recipe if in_float8 else None
+    recipe = (model.fp8.fp8_recipe, model.fp8.fp4_format) if in_float8 else None
     kind = request.capability, model.fp8.fp8_format, recipe, model.moe.num_experts is None, request.contents.has_loss
     if kind not in _warmed:
         with _simulated(request) as tracer:

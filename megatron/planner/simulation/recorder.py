@@ -37,6 +37,8 @@ _OPERANDS: Mapping[str, tuple[str, str]] = {
     "linear": ("input", "weight"),
 }
 """Names of both operands in the operators' schemas."""
+_PACKED = torch.float4_e2m1fn_x2
+"""Dtype with two 4-bit elements per item."""
 _BY_BYTES = ("aten", "prim", "prims", "c10d", "profiler")
 """Namespaces whose operators only move bytes, unless their names indicate otherwise."""
 _COMPUTES = re.compile(r"mm(_|$)|matmul|linear(_|$)|attention|conv(olution|_|\d)|einsum|tensordot|(^|_)(lstm|gru)(_|$)")
@@ -72,14 +74,15 @@ def gemm_of(func: Any, values: Mapping[str, Any]) -> Gemm | None:
     if namespace != "aten" or name not in _OPERANDS:
         return None
     left, right = (values[operand] for operand in _OPERANDS[name])
+    inner = left.shape[-1] * (2 if left.dtype is _PACKED else 1)
     if "grouped" in name:
         return _grouped(left, right, values.get("offs"))
     if name == "linear":
-        return Gemm(1, math.prod(left.shape[:-1]), left.shape[-1], math.prod(right.shape[:-1]))
+        return Gemm(1, math.prod(left.shape[:-1]), inner, math.prod(right.shape[:-1]))
     # A vector is one row on the left, and one column on the right.
     rows = left.shape[-2] if left.dim() > 1 else 1
     columns = right.shape[-1] if right.dim() > 1 else 1
-    return Gemm(math.prod(left.shape[:-2]), rows, left.shape[-1], columns)
+    return Gemm(math.prod(left.shape[:-2]), rows, inner, columns)
 
 
 def _grouped(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None) -> Gemm:
@@ -115,19 +118,19 @@ HOST_DIRECTIONS = TO_HOST, TO_DEVICE = ("to the host", "to the device")
 class Operation:
     """One operation that launches kernels.
 
-    ``shapes`` and ``itemsize`` are those of its tensors. ``num_bytes`` are the bytes that it reads and writes.
-    ``flops`` are the FLOPs of a matmul or of attention, without masked scores. ``where`` is the line of this project
-    that called it; for an autograd operation, the line whose gradient it computes. ``gemm`` has the sizes of a GEMM.
-    ``is_recomputed`` says that activation recomputation runs it. ``is_uncounted`` says that it may have unknown FLOPs:
-    a custom operator, or a Triton kernel with ``tl.dot`` but no ``launch_metadata``. ``is_expert`` says that it is a
-    GEMM of MoE experts.
+    ``shapes`` are those of its tensors, and ``itemsize`` is the size of their elements, which is 1/2 for NVFP4.
+    ``num_bytes`` are the bytes that it reads and writes. ``flops`` are the FLOPs of a matmul or of attention, without
+    masked scores. ``where`` is the line of this project that called it; for an autograd operation, the line whose
+    gradient it computes. ``gemm`` has the sizes of a GEMM. ``is_recomputed`` says that activation recomputation runs
+    it. ``is_uncounted`` says that it may have unknown FLOPs: a custom operator, or a Triton kernel with ``tl.dot`` but
+    no ``launch_metadata``. ``is_expert`` says that it is a GEMM of MoE experts.
     """
 
     phase: str
     name: str
     where: str
     shapes: tuple[tuple[int, ...], ...]
-    itemsize: int
+    itemsize: float
     num_bytes: int
     flops: float = 0.0
     gemm: Gemm | None = None
@@ -462,7 +465,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, name: str, tensors: Sequence[torch.Tensor], num_bytes: int, work: _Work, where: str) -> None:
         shapes = tuple(tuple(tensor.shape) for tensor in tensors[:4])
         # If the accumulator has a wider dtype than the matmul that is added to it, use that of the matmul.
-        sizes = [tensor.element_size() for tensor in tensors[:4] if tensor.dtype.is_floating_point]
+        sizes = [_element_bytes(tensor) for tensor in tensors[:4] if tensor.dtype.is_floating_point]
         itemsize = min(sizes, default=tensors[0].element_size() if tensors else 1)
         is_recomputed = work.flops > 0.0 and _is_recomputed()
         self.record.operations.append(
@@ -521,6 +524,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = node._sequence_nr()
         known = self._where_of_node.get(number) or self._where_of_node.get(number + 1)
         return where or f"gradient of {known or node.name()}"
+
+
+def _element_bytes(tensor: torch.Tensor) -> float:
+    return 0.5 if tensor.dtype is _PACKED else tensor.element_size()
 
 
 def _spanned_bytes(tensor: torch.Tensor) -> int:

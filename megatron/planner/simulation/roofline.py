@@ -62,7 +62,7 @@ def operation_seconds(operation: Operation, gpu: Gpu) -> float:
     return max(shortest, by_bytes, by_flops)
 
 
-def _gemm_seconds(gemm: Gemm, itemsize: int, gpu: Gpu) -> float:
+def _gemm_seconds(gemm: Gemm, itemsize: float, gpu: Gpu) -> float:
     """Return the time of a GEMM with the best choice of tiles and of splits of the inner dimension (split-K)."""
     batch, rows, inner, columns = gemm.batch, gemm.rows, gemm.inner, gemm.columns
     rate = gpu.matmul_flops(itemsize) / gpu.num_sms

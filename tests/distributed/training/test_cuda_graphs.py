@@ -31,6 +31,8 @@ HYBRID = (
     "--mamba-num-groups 4 --linear-key-head-dim 4 --linear-value-head-dim 6 --linear-num-key-heads 4 "
     "--linear-num-value-heads 8"
 )
+UNTIED = "--untie-embeddings-and-output-weights"
+CHUNKS = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear"
 DP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 
@@ -67,7 +69,7 @@ class WatchedBackend(RerunBackend):
         return backend
 
 
-def train(flags: str, world_size: int, with_graphs: bool) -> Trained:
+def train(flags: str, world_size: int, with_graphs: bool, more: str = "") -> Trained:
     words = [*BASE_FLAGS, *flags.split()]
     backend = WatchedBackend()
     trained = Trained(CellResult())
@@ -81,7 +83,7 @@ def train(flags: str, world_size: int, with_graphs: bool) -> Trained:
         return backend
 
     if with_graphs:
-        words += ["--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "1"]
+        words += ["--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "1", *more.split()]
     with (
         patch.object(Device, "graph_backend", graph_backend),
         patch.object(ParamAndGradBuffer, "_start_next_bucket", start_next_bucket),
@@ -93,9 +95,11 @@ def train(flags: str, world_size: int, with_graphs: bool) -> Trained:
     return trained
 
 
-def compare(world_size: int, flags: str) -> list[Trained]:
-    """Return what the ranks have seen with graphs, which is what they have seen without."""
-    plain, graphed = (run_distributed(world_size, train, flags, world_size, g, timeout_s=60) for g in (False, True))
+def compare(world_size: int, flags: str, more: str = "") -> list[Trained]:
+    """Return what the ranks have seen with graphs, and more flags for these: what they have seen without."""
+    plain, graphed = (
+        run_distributed(world_size, train, flags, world_size, graphs, more, timeout_s=60) for graphs in (False, True)
+    )
     for ours, expected in zip(graphed, plain, strict=True):
         assert expected.num_graphs == 0
         assert ours.result.losses == pytest.approx(expected.result.losses, rel=TOLERANCE)
@@ -141,16 +145,57 @@ def test_numbers_are_those_without_graphs(world_size: int, flags: str, expected:
         assert [rank.num_graphs for rank in ranks] == expected
 
 
+@pytest.mark.default(1)
+@pytest.mark.parametrize(
+    ("world_size", "flags", "expected"),
+    [
+        # Two more graphs for an embedding, and two for a loss, for each micro-batch in flight.
+        pytest.param(1, DROPOUT, [12], id="tied", marks=pytest.mark.long),
+        pytest.param(
+            1,
+            f"{UNTIED} {CHUNKS} {FULL} uniform --recompute-num-layers 1",
+            [12],
+            id="untied-chunks",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(2, f"{PP2} {DROPOUT}", [12, 6], id="1f1b", marks=pytest.mark.long),
+        pytest.param(
+            *(2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1 {UNTIED}", None),
+            id="interleaved-untied",
+            marks=pytest.mark.long,
+        ),
+        # Two micro-batches in flight. An embedding that only looks up rows defers nothing.
+        pytest.param(2, f"{PP2} --pipeline-schedule zero-bubble", [16, 18], id="zero-bubble"),
+        pytest.param(
+            *(2, f"{PP2} --defer-embedding-wgrad-compute", None), id="late-output-gradients", marks=pytest.mark.long
+        ),
+        pytest.param(
+            2,
+            f"--tensor-model-parallel-size 2 --sequence-parallel {DROPOUT}",
+            [12, 12],
+            id="tp2",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(2, f"{DP} --calculate-per-token-loss", [12, 12], id="dp2-overlapped", marks=pytest.mark.long),
+        pytest.param(2, f"--context-parallel-size 2 {UNTIED}", [12, 12], id="cp2-untied", marks=pytest.mark.long),
+    ],
+)
+def test_numbers_are_those_without_graphs_of_the_loss(world_size: int, flags: str, expected: list[int] | None) -> None:
+    ranks = compare(world_size, flags, "--loss-cuda-graph")
+    if expected is not None:
+        assert [rank.num_graphs for rank in ranks] == expected
+
+
 def keep_slots_too_short() -> None:
     """Free a micro-batch's slot after its forward pass."""
 
     def when_finished(slot: Any, action: Callable[[], None]) -> None:
         pass
 
-    def forward(ctx: Any, x: Any, slot: Any, dropout: Any, release: Callable[[Any], None]) -> Any:
+    def forward(ctx: Any, start: Any, slot: Any, release: Callable[[Any], None]) -> Any:
         ctx.slot, ctx.release = slot, release
         release(slot)
-        return slot.forward(x, dropout)
+        return slot.forward()
 
     cuda_graphs._Slot.when_finished = when_finished  # type: ignore[method-assign]
     cuda_graphs._Replay.forward = staticmethod(forward)  # type: ignore[assignment]

@@ -51,6 +51,31 @@ def one_rank_scales_a_gradient(config: RunConfig, runtime: Runtime, contents: St
     return model
 
 
+def gradients_are_one_percent_too_large(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+    """Scale the gradients of the losses in a world of several ranks, but not the losses."""
+    model = pretrain_gpt.provide_model(config, runtime, contents)
+
+    def scale(module: torch.nn.Module, given: Any, losses: torch.Tensor) -> None:
+        if losses.requires_grad:
+            losses.register_hook(lambda grad: grad * 1.01)
+
+    if runtime.state.world_size > 1:
+        model.register_forward_hook(scale)
+    return model
+
+
+def losses_are_one_percent_too_large(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+    """Scale the losses in a world of several ranks, but not their gradients."""
+    model = pretrain_gpt.provide_model(config, runtime, contents)
+
+    def scale(module: torch.nn.Module, given: Any, losses: torch.Tensor) -> torch.Tensor:
+        return losses + 0.01 * losses.detach()
+
+    if runtime.state.world_size > 1:
+        model.register_forward_hook(scale)
+    return model
+
+
 def one_weight_starts_otherwise(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
     """Change one element of one weight on the last rank of a world of several."""
     model = pretrain_gpt.provide_model(config, runtime, contents)

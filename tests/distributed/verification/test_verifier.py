@@ -28,6 +28,7 @@ from megatron.verification.cells import (
     matrix,
     with_micro_batch_size,
 )
+from megatron.verification.hybrid_cells import make_hybrid_cell
 from megatron.verification.model_cells import (
     EXPERT_NORMS,
     SPARSEMIXER,
@@ -228,6 +229,32 @@ def test_dropout_keyed_by_a_wrong_position_is_found(pool: WorkerPool) -> None:
     report = check_fault(pool, planted_faults.last_rank_keys_dropout_one_position_late, cell)
     assert any(reason.startswith("losses [") for reason in report.reasons)
     assert report.gradient_difference > 1e-3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "cell",
+    [
+        make_hybrid_cell("delta-net", replace(SP, cp=2, passes_states=True)),
+        pytest.param(make_cell("gpt2", SP), marks=pytest.mark.long),
+        pytest.param(make_hybrid_cell("mamba", replace(SP, cp=2)), marks=pytest.mark.long),
+    ],
+    ids=lambda cell: cell.name,
+)
+def test_errors_in_bfloat16_are_compared_with_those_of_one_process(pool: WorkerPool, cell: Cell) -> None:
+    verifier = Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step, "bfloat16")
+    report = verifier.check(cell)
+    assert report.outcome == "passed", report.describe()
+    # A delta-net amplifies rounding errors: without a fault, gradients are up to 40 % off.
+    for fault, reason in (
+        (planted_faults.norm_is_not_summed, f"gradient of {NORM}: error "),
+        (planted_faults.gradients_are_one_percent_too_large, "scale of the gradients: error "),
+        (planted_faults.losses_are_one_percent_too_large, "loss of step 1: error "),
+    ):
+        verifier.model_provider = fault
+        report = verifier.check(cell)
+        assert report.outcome == "failed"
+        assert any(each.startswith(reason) for each in report.reasons), (fault, report.describe())
 
 
 @pytest.mark.full

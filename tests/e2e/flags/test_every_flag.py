@@ -79,6 +79,7 @@ OF_ANSWERED = {
     "--inprocess-hard-timeout": "--inprocess-restart",
     "--inprocess-max-iterations": "--inprocess-restart",
     "--inprocess-monitor-thread-interval": "--inprocess-restart",
+    "--loss-cuda-graph": "--cuda-graph-impl",
     "--memory-snapshot-path": "--record-memory-history",
     "--non-persistent-local-ckpt-dir": "--inprocess-restart",
     "--non-persistent-save-interval": "--inprocess-restart",

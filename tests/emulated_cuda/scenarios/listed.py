@@ -346,6 +346,12 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     training("attention recomputed, dropout", "--recompute-activations --attention-dropout 0.1 --hidden-dropout 0.1"),
     training(
+        "tensor parallel, fp8, overlapped by symmetric memory",
+        f"{_TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-overlap-impl symmetric-memory "
+        f"--tp-comm-overlap-rs-dgrad {_FP8} delayed",
+        2,
+    ),
+    training(
         "tensor parallel, overlapped by symmetric memory",
         f"{_TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-overlap-impl symmetric-memory --bf16",
         2,
@@ -438,6 +444,9 @@ _GRAPHED = (
         2,
         triton=True,
     ),
+    training(
+        "Triton: graphs of the loss, one micro-batch", f"{_SHORT} {_GRAPHS} --loss-cuda-graph --bf16", triton=True
+    ),
     training("Triton: graphs, fp8", f"{_SHORT} {_GRAPHS} {_FP8} delayed {_ROPE}", triton=True),
     training("graphs, fp8 delayed", f"{_GRAPHS} {_FP8} delayed --fp8-amax-history-len 2 --train-iters 7"),
     training("graphs, fp8 by blocks", f"{_GRAPHS} {_E4M3} blockwise {_WIDE} --train-iters 4"),
@@ -465,6 +474,8 @@ _GRAPHED = (
     training("graphs, attention dropout", f"{_GRAPHS} {_DROPOUT} --bf16"),
     training("graphs, attention sinks, off by one", f"{_GRAPHS} --softmax-type off-by-one {_ROPE} --bf16"),
     training("graphs, tensor parallel", f"{_GRAPHS} {_TENSOR} --sequence-parallel --bf16", 2),
+    training("graphs of the loss", f"{_GRAPHS} --loss-cuda-graph --hidden-dropout 0.1 --bf16 {_OVERLAPS}", 2),
+    training("graphs of the loss, chunks, pipeline", f"{_GRAPHS} --loss-cuda-graph {_CHUNKS} {_STAGES}", 2),
     training("graphs, evaluation", f"{_GRAPHS} --eval-iters 1 --eval-interval 2 --global-batch-size 1"),
     training("graphs, optimizer offload", f"{_GRAPHS} --bf16 {_OVERLAPPED_OFFLOAD}"),
 )

@@ -19,7 +19,7 @@ from megatron.cli.plan import main
 from megatron.cli.planner_arguments import check_agreement, describe_verified, read_planned_run, verify_fitting_plan
 from megatron.cli.report_theoretical_memory import main as report_main
 from megatron.core.errors import ConfigurationError, InputError, MegatronError
-from megatron.planner.gpu import H100, gpu_to_json, read_gpu
+from megatron.planner.gpu import B200, H100, gpu_to_json, read_gpu
 from megatron.planner.memory import StageMemory
 from megatron.planner.simulation.fake_cuda import find_compiler
 from megatron.planner.verified_stage import VerifiedStage
@@ -67,9 +67,12 @@ def test_the_exit_code_tells_scripts_that_a_run_does_not_fit(
 
 def test_files_of_earlier_versions_have_one_share_for_all_matmuls(tmp_path: Path) -> None:
     file, values = tmp_path / "h100.json", gpu_to_json(H100)
-    del values["float8_share"]
+    del values["float8_share"], values["float4_flops"]
     file.write_text(json.dumps(values))
     assert read_gpu(file).float8_share == H100.product_share
+    assert read_gpu(file).float4_flops == 0
+    file.write_text(json.dumps(gpu_to_json(B200)))
+    assert read_gpu(file) == B200
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,8 @@ MISTAKES = {
         Mistake("--disable-symmetric-registration"),
         Mistake("--enable-cuda-graph --attention-dropout 0 --data-parallel-sharding-strategy optim_grads", processes=2),
         Mistake("--external-cuda-graph"),
+        Mistake("--loss-cuda-graph"),
+        Mistake("--loss-cuda-graph --enable-cuda-graph --attention-dropout 0 --z-loss-coeff 1e-4"),
         Mistake("--optimizer-cuda-graph --optimizer-cpu-offload --decoupled-lr 1e-4"),
         Mistake("--optimizer-cuda-graph --optimizer lion"),
         Mistake("--overlap-step-results"),

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.toy_run import exact_figures, toy_args
 from tests.emulated_cuda.build import BuildError, built_libraries
-from tests.emulated_cuda.training import operators_of, run_on_device, settings, train_on_device
+from tests.emulated_cuda.training import launches_of, operators_of, run_on_device, settings, train_on_device
 from tests.harness.faults import Faults
 from tests.harness.forked_training import NO_FAULTS, ForkedRun, fork_training
 
@@ -19,6 +19,8 @@ pytestmark = pytest.mark.full
 
 BASE = """--hidden-size 128 --ffn-hidden-size 256 --seq-length 64 --max-position-embeddings 64 --hidden-dropout 0
     --attention-dropout 0 --train-iters 3 --lr-decay-iters 20 --lr-warmup-iters 0 --eval-interval 1000 --eval-iters 0"""
+UNTIED = "--untie-embeddings-and-output-weights"
+CHUNKS = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall"
 PADDED = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
@@ -96,6 +98,16 @@ FEATURES = {
         "--tensor-model-parallel-size 4 --sequence-parallel --tp-comm-overlap",
         *(4, ("symm_mem::barrier",), EXACT),
         cpu_flags="",
+    ),
+    "overlapped tensor parallelism in fp8": Feature(
+        f"{FP8} tensorwise {TP2} --tp-comm-overlap --tp-comm-overlap-rs-dgrad",
+        *(2, ("symm_mem::barrier", SCALED), 3e-3),
+        cpu_flags=f"{FP8} tensorwise",
+    ),
+    "overlapped tensor parallelism in fp8 by rows": Feature(
+        f"{FP8} rowwise {TP2} --tp-comm-overlap --tp-comm-overlap-rs-dgrad",
+        *(2, ("symm_mem::barrier", SCALED), 3e-3),
+        cpu_flags=f"{FP8} rowwise",
     ),
     "documents": Feature(
         "--reset-attention-mask --reset-position-ids --eod-mask-loss",
@@ -226,6 +238,40 @@ def test_activations_in_gemms_do_not_change_a_training(
     for key in ("lm_loss", "grad_norm"):
         assert [line[key] for line in fused] == pytest.approx([line[key] for line in apart], rel=tolerance)
     assert fused[0]["lm_loss"] != fused[-1]["lm_loss"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "nproc", "triton"),
+    [
+        pytest.param("--bf16", 1, True, id="tied"),
+        pytest.param(f"--bf16 {UNTIED} {CHUNKS}", 1, False, id="untied, chunks", marks=pytest.mark.long),
+        pytest.param("--fp16 --pipeline-model-parallel-size 2", 2, False, id="pipeline, tied", marks=pytest.mark.long),
+        pytest.param(
+            *(f"--bf16 {UNTIED} --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", 2, False),
+            id="zero-bubble, untied",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            f"--bf16 {TP2} --hidden-dropout 0.1", 2, False, id="tensor parallel, tied", marks=pytest.mark.long
+        ),
+        pytest.param(f"--bf16 {TP2} {UNTIED}", 2, True, id="tensor parallel, untied", marks=pytest.mark.long),
+    ],
+)
+def test_steps_with_captured_losses_equal_eager_steps(flags: str, nproc: int, triton: bool, tmp_path: Path) -> None:
+    # The Triton program of a residual addition and the next layer's norm does not join layers that are captured.
+    num_layers = 1 if triton else 2
+    shape = f"--num-layers {num_layers} --hidden-size 16 --ffn-hidden-size 32"
+    shape += " --seq-length 8 --max-position-embeddings 8"
+    graphs = "--cuda-graph-impl local --loss-cuda-graph --cuda-graph-warmup-steps 1"
+    eager, captured = (
+        train_on_device(args_of(tmp_path / name, f"{shape} {flags} --train-iters 4 {more}"), nproc, triton=triton)
+        for name, more in (("eager", ""), ("captured", graphs))
+    )
+    assert exact_figures(captured.iterations()) == exact_figures(eager.iterations())
+    # Three steps of two micro-batches on the first rank: its embedding, its layers and its loss, forward and backward.
+    units = 1 + num_layers // 2 if "pipeline" in flags else 2 + num_layers
+    weights = num_layers // 2 if "zero" in flags else 0
+    assert launches_of(captured)["cudaGraphLaunch"] == 3 * 2 * (2 * units + weights)
 
 
 LATE = "--overlap-step-results"

@@ -1,4 +1,4 @@
-"""The planned peak of memory is compared with the peak of a dry run on a simulated H100."""
+"""The planned peak of memory is compared with the peak of a dry run on a simulated H100, with NVFP4 on a B200."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 import pytest
 
 from benchmarks.planner.beside_dry_run import SHARDED, TWO_CHUNKS, ZERO_BUBBLE, LayoutCase, layout_cases
-from megatron.planner.gpu import H100
 from megatron.planner.implementations import NATIVE
 from megatron.planner.memory import model_pieces, stage_memory
 from megatron.planner.plan import Plan
@@ -30,6 +29,13 @@ def test_operands_of_late_weight_gradients_and_pools_of_full_buckets_are_counted
 
 
 @pytest.mark.long
+def test_weights_and_activations_in_nvfp4_are_counted() -> None:
+    several = [case for case in layout_cases() if "fp4-format" in case.name]
+    assert len(several) == 2
+    assert_close(several)
+
+
+@pytest.mark.long
 def test_experts_tokens_are_counted_where_they_are_sorted_and_sent() -> None:
     several = [case for case in layout_cases() if case.name.startswith("MoE tp 2") and "moe-layer-freq" in case.name]
     assert len(several) == 1
@@ -46,7 +52,7 @@ def test_peaks_of_all_layouts_are_within_two_hundredths() -> None:
 def assert_close(several: Iterable[LayoutCase]) -> None:
     runs = {f"{case.name}, stage {stage}": (case, stage) for case in several for stage in case.stages}
     cases = [
-        DryRunCase(name, case.flags, case.world_size, stage * case.world_size // pipeline_size(case))
+        DryRunCase(name, case.flags, case.world_size, stage * case.world_size // pipeline_size(case), case.gpu.name)
         for name, (case, stage) in runs.items()
     ]
     results = run_dry_runs(cases)
@@ -65,4 +71,4 @@ def pipeline_size(case: LayoutCase) -> int:
 
 def planned(case: LayoutCase, stage: int) -> int:
     plan = Plan.of(case.config())
-    return stage_memory(plan, stage, NATIVE, model_pieces(plan, NATIVE, H100)).total
+    return stage_memory(plan, stage, NATIVE, model_pieces(plan, NATIVE, case.gpu)).total

@@ -10,7 +10,7 @@ from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.pipeline_parallel.schedule_actions import SCHEDULES, Action, Pass, build_schedule
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
-from megatron.planner.gpu import H100
+from megatron.planner.gpu import B200, H100
 from megatron.planner.implementations import IMPLEMENTATIONS, MEGATRON_TE, NATIVE
 from megatron.planner.memory import stage_state
 from megatron.planner.plan import Plan
@@ -122,6 +122,26 @@ def test_weights_kept_in_fp8_are_counted_without_cuda_graphs() -> None:
     )
     # Two bytes for each weight of eight layers with 12 x 256 x 256 weights.
     assert kept - cast_again == 2 * 8 * 12 * 256**2
+
+
+def test_weights_kept_in_nvfp4_are_counted_with_their_scales() -> None:
+    shape = (
+        "--pipeline-model-parallel-size 1 --hidden-size 256 --num-attention-heads 4 --seq-length 64 "
+        "--max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 --global-batch-size 8 --fp4-format e2m1"
+    )
+    flags = ("", "--disable-parameter-transpose-cache")
+    kept, cast_again = (predict(plan_of(f"{shape} {more}"), NATIVE, B200).stages[0].weights for more in flags)
+    assert kept - cast_again == (0.5 + 1 / 16) * 2 * 8 * 12 * 256**2
+
+
+def test_nvfp4_is_rejected_where_nothing_predicts_it() -> None:
+    plan = plan_of("--global-batch-size 8 --fp4-format e2m1")
+    refused = predict(plan, NATIVE, H100)
+    assert refused.outcome == "error"
+    assert refused.reason == "h100-80gb does not support NVFP4 GEMMs; use one of b200, b300, or bf16"
+    other = predict(plan, MEGATRON_TE, B200)
+    assert other.outcome == "error"
+    assert other.reason == "--fp4-format is not predicted for megatron-te; use the implementation native"
 
 
 def test_frozen_weights_have_two_products_and_no_gradients_to_reduce_or_weights_to_gather() -> None:

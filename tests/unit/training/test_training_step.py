@@ -9,7 +9,7 @@ import pytest
 
 import pretrain_gpt
 from megatron.config.arguments import resolve_arguments
-from megatron.core.ops import Fp8Quantizers
+from megatron.core.ops import Fp8Quantizers, Nvfp4Quantizers
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.verification.cells import Layout, make_cell
@@ -42,23 +42,25 @@ def test_without_graphs_no_step_is_added() -> None:
     assert resolve_arguments([*MINIMAL, *flags.split()], 1).config.training.cuda_graph_warmup_steps == 1
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "nvfp4"])
 @pytest.mark.parametrize(
     "again", ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
 )
 def test_float8_weights_that_are_kept_for_a_step_change_no_number(
     monkeypatch: pytest.MonkeyPatch, recipe: str, again: str
 ) -> None:
-    flags = f"--bf16 --fp8-format hybrid --fp8-recipe {recipe} --global-batch-size 4 --micro-batch-size 1 {again}"
-    flags += " --hidden-size 32 --ffn-hidden-size 48 --kv-channels 8"
+    chosen = "--fp4-format e2m1" if recipe == "nvfp4" else f"--fp8-format hybrid --fp8-recipe {recipe}"
+    flags = f"--bf16 {chosen} --global-batch-size 8 --micro-batch-size 2 {again}"
+    flags += " --hidden-size 64 --ffn-hidden-size 96 --kv-channels 16"
     cell = make_cell("llama", Layout(), num_layers=1)
-    quantize, counts, results = Fp8Quantizers._weight, [], []
+    quantizers = Nvfp4Quantizers if recipe == "nvfp4" else Fp8Quantizers
+    quantize, counts, results = quantizers._weight, [], []
 
     def count(self: Fp8Quantizers, *args: Any, **more: Any) -> object:
         counts[-1] += 1
         return quantize(self, *args, **more)
 
-    monkeypatch.setattr(Fp8Quantizers, "_weight", count)
+    monkeypatch.setattr(quantizers, "_weight", count)
     for more in ("", "--disable-parameter-transpose-cache"):
         counts.append(0)
         words = (*cell.flags, *flags.split(), *more.split())

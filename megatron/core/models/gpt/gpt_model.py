@@ -7,9 +7,10 @@ computes the z-loss of the logits (Chowdhery et al. 2022, https://arxiv.org/abs/
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch import nn
 from megatron.core.collectives import all_reduce
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory import ReusedMemory
-from megatron.core.layer_output import AuxiliaryLoss
+from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.main_grad import gradient_uses_of, set_gradient_uses
 from megatron.core.models import Model
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -45,6 +46,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import (
     ADAPTERS,
     INDEXER_LOSS,
+    GraphedLayers,
+    GraphUnit,
     HiddenDropout,
     KeyValueCache,
     MultiTokenPrediction,
@@ -356,8 +359,11 @@ class GPTModel(Model):
         padding_mask: torch.Tensor | None = None,
         sequence_lengths: int | torch.Tensor | None = None,
         shared: SharedTensors | None = None,
+        reduction: Literal["none", "sum"] = "none",
     ) -> torch.Tensor:
         """Return the loss of every token, the logits if there are no labels, or a stage's message.
+
+        With ``reduction`` "sum" the loss is the sum over tokens, weighted by ``loss_mask``.
 
         ``pattern`` determines which positions each position attends to. ``hidden`` is the previous stage's output. If
         tensors that layers share are passed as ``shared``, ``hidden`` and a stage's output are hidden states only.
@@ -378,9 +384,18 @@ class GPTModel(Model):
         ``position_ids`` for the embedding and, with RoPE, for all chunks.
 
         Shapes: ``tokens, position_ids, labels, loss_mask, padding_mask: [b, s]``; ``sequence_lengths: [b]``; loss
-        ``-> [b, s]`` float32; logits ``-> [s, b, v/tp]``; a message ``-> [s, b, h]`` (``[s/tp, b, h]`` under sequence
-        parallelism), wider if layers share tensors (`DecoderConfig.message_widths`).
+        ``-> [b, s]`` or ``[]`` float32; logits ``-> [s, b, v/tp]``; a message ``-> [s, b, h]`` (``[s/tp, b, h]`` under
+        sequence parallelism), wider if layers share tensors (`DecoderConfig.message_widths`).
+
+        Raises:
+            ConfigurationError: CUDA graphs are to capture the loss, and there are no labels.
         """
+        graphs = self.decoder.graphs
+        if graphs is not None and graphs.with_ends and self.training and (self.pre_process or self.post_process):
+            if self.decoder.captures(pattern):
+                batch = self._static_batch(tokens, position_ids, labels, loss_mask, reduction)
+                return self._run_captured(graphs, batch, position_ids, hidden, pattern, dropout_samples)
+            graphs.warm_up((self,))
         if self.pre_process:
             assert self.embedding is not None, "the first stage embeds tokens"
             assert tokens is not None, "the first stage is given tokens"
@@ -404,9 +419,9 @@ class GPTModel(Model):
         if labels is None:
             return self._logits(hidden, None)
         if losses is None or not self.training:
-            return self._loss(hidden, labels)
+            return _reduced(self._loss(hidden, labels), loss_mask, reduction)
         if self.mtp is None:
-            return self._loss(hidden, labels, losses, loss_mask)
+            return _reduced(self._loss(hidden, labels, losses, loss_mask), loss_mask, reduction)
         assert self.embedding is not None, "tokens of MTP modules are embedded"
         targets = mtp_targets(labels, loss_mask, pattern.document_ids, self.config.mtp.mtp_depth, self.cp)
         embedded = self.embedding.of_words(targets.tokens.flatten(0, 1))
@@ -417,7 +432,72 @@ class GPTModel(Model):
         per_token = self._loss(torch.cat((hidden, *states), dim=1), all_labels, losses, loss_mask, len(labels))
         own, *further = per_token.chunk(1 + len(states))
         losses += further_losses(further, targets, self.config.mtp, self.cp)
-        return own
+        return _reduced(own, loss_mask, reduction)
+
+    def _static_batch(
+        self,
+        tokens: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        loss_mask: torch.Tensor | None,
+        reduction: Literal["none", "sum"],
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors of a micro-batch that this chunk's embedding and loss read."""
+        if self.post_process and labels is None:
+            raise ConfigurationError(
+                "--loss-cuda-graph: the forward step passes no labels, so the model computes no loss to capture; omit "
+                "the flag"
+            )
+        has_positions = self.embedding is not None and self.embedding.position_embeddings is not None
+        read = {
+            "tokens": tokens if self.pre_process else None,
+            "position_ids": position_ids if self.pre_process and has_positions else None,
+            "labels": labels if self.post_process else None,
+            "loss_mask": loss_mask if self.post_process and reduction == "sum" else None,
+        }
+        return {name: tensor for name, tensor in read.items() if tensor is not None}
+
+    def _run_captured(
+        self,
+        graphs: GraphedLayers,
+        batch: Mapping[str, torch.Tensor],
+        position_ids: torch.Tensor | None,
+        hidden: torch.Tensor | None,
+        pattern: AttentionPattern,
+        dropout_samples: DropoutSamples | None,
+    ) -> torch.Tensor:
+        """Run the chunk as CUDA graphs, with embedding and loss; `forward` describes the arguments and the result."""
+        first = batch["tokens"].t() if hidden is None else hidden
+        dtype = dtype_from_name(self.config.params_dtype) if hidden is None else hidden.dtype
+
+        def units(static: Mapping[str, torch.Tensor]) -> list[GraphUnit]:
+            found = self.decoder.units(pattern, self.angles(position_ids, dtype))
+            if self.pre_process:
+                found.insert(0, self._embedding_unit(static))
+            return [*found, self._loss_unit(static)] if self.post_process else found
+
+        output = graphs.run(units, hidden, self._dropout(dropout_samples, first), batch)
+        # The next micro-batch overwrites static memory, but losses may be kept.
+        return output.clone() if self.post_process else output
+
+    def _embedding_unit(self, static: Mapping[str, torch.Tensor]) -> GraphUnit:
+        embedding = self.embedding
+        assert embedding is not None, "the first stage embeds tokens"
+
+        def run(before: None, dropout: DropoutKeys | None) -> LayerOutput:
+            return LayerOutput(embedding(static["tokens"], static.get("position_ids"), dropout), ())
+
+        return GraphUnit((embedding,), run)
+
+    def _loss_unit(self, static: Mapping[str, torch.Tensor]) -> GraphUnit:
+        norm, loss_mask = self.decoder.final_layernorm, static.get("loss_mask")
+
+        def run(hidden: torch.Tensor, dropout: DropoutKeys | None) -> LayerOutput:
+            per_token = self._loss(hidden if norm is None else norm(hidden), static["labels"])
+            return LayerOutput(per_token if loss_mask is None else _reduced(per_token, loss_mask, "sum"), ())
+
+        modules = [module for module in (norm, self.output_layer) if module is not None]
+        return GraphUnit(modules, run, () if self.output_layer is not None else (self.output_weight,))
 
     def _with_shared(
         self, tokens: torch.Tensor | None, given: torch.Tensor, cache: KeyValueCache | None
@@ -535,6 +615,15 @@ class GPTModel(Model):
         return tensor_parallel_linear(
             hidden, self.output_weight, None, region, self.tp, library=library, overlap=overlap, memory=memory
         )
+
+
+def _reduced(
+    per_token: torch.Tensor, loss_mask: torch.Tensor | None, reduction: Literal["none", "sum"]
+) -> torch.Tensor:
+    """Reduce the losses of tokens. Shapes: ``[b, s] -> [b, s]``, or ``[]`` for a sum."""
+    if reduction == "none":
+        return per_token
+    return (per_token if loss_mask is None else per_token * loss_mask.to(per_token.dtype)).sum()
 
 
 def _keep_memory(module: nn.Module) -> None:

@@ -50,7 +50,7 @@ def gated_delta_rule(
     This is the gated delta rule (Yang et al. 2024, https://arxiv.org/abs/2412.06464), or KDA's if every channel of the
     keys has its own decay (Kimi Team 2025, https://arxiv.org/abs/2510.26692). The caller scales ``q`` and normalizes
     ``q`` and ``k``. At a position of ``document_starts`` the preceding state is 0. ``chunk_size`` is a power of two.
-    Triton kernels compute it on CUDA if keys have at most 128 channels, not in float64.
+    Triton kernels compute it on CUDA if keys have at most 256 channels, not in float64.
 
     Shapes: ``q, k: [b, s, n, dk], v: [b, s, n, dv], log_decay: [b, s, n] or [b, s, n, dk], beta: [b, s, n],
     initial_state: [b, n, dk, dv], document_starts: [b, s]`` of bool ``-> [b, s, n, dv]`` in the dtype of ``v``, and

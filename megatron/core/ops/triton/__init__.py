@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from megatron.core.ops.triton.gated_norm import MAX_GROUP_WIDTH, gate_and_normalize
     from megatron.core.ops.triton.gemm_activation import activation_input_gradient, linear_with_activation
-    from megatron.core.ops.triton.nvfp4_cast import nvfp4_amax, quantize_segments
+    from megatron.core.ops.triton.nvfp4_cast import cast_to_nvfp4, nvfp4_amaxes
     from megatron.core.ops.triton.probe import probe_float8
     from megatron.core.ops.triton.query_key_value import rotate_query_and_key, split_and_rotate, split_with_bias
     from megatron.core.ops.triton.residual import MAX_WIDTH, add_and_normalize, drop_hidden
@@ -45,7 +45,7 @@ __getattr__ = lazy_exports(
         "gated_delta_rule": "MAX_KEY_DIM gated_delta_rule_gradients gated_delta_rule_output",
         "gated_norm": "MAX_GROUP_WIDTH gate_and_normalize",
         "gemm_activation": "activation_input_gradient linear_with_activation",
-        "nvfp4_cast": "nvfp4_amax quantize_segments",
+        "nvfp4_cast": "cast_to_nvfp4 nvfp4_amaxes",
         "probe": "probe_float8",
         "query_key_value": "rotate_query_and_key split_and_rotate split_with_bias",
         "residual": "MAX_WIDTH add_and_normalize drop_hidden",

@@ -11,21 +11,32 @@ import triton
 import triton.language as tl
 
 from megatron.core.ops.triton.fp8_cast import _float8_bits
-from megatron.core.ops.triton.fp8_scaled_cast import Part, _absolute_bits, _exponents, _inverse_powers, scales_of
+from megatron.core.ops.triton.fp8_scaled_cast import (
+    Part,
+    _absolute_bits,
+    _exponents,
+    _inverse_powers,
+    _powers,
+    scales_of,
+)
 
 GRAIN = 16
 _BLOCK = 256
 _WARPS = 8
+_WHOLE_ROW, _WHOLE_ROWS = 4096, 2
+"""Elements of the longest row that one instance holds, and its number of rows."""
 
 
 @triton.jit
-def _values(x, source, group, num_groups, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _values(x, source, group, num_groups, width, IS_PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Return a tile in float32; rows without a source, and those after the last group, are zero."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = row
     if source is not None:
         there = tl.load(source + row).to(tl.int64)
+        if IS_PADDED:
+            there = tl.where(there >= 0, row, there)
     inside = ((group < num_groups) & (there >= 0))[:, None] & (column < width)[None, :]
     return tl.load(x + there[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
 
@@ -39,12 +50,13 @@ def group_amax_program(
     columns: tl.tensor,
     num_groups: tl.tensor,
     width: tl.tensor,
+    IS_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Raise ``rows: [n]`` and ``columns: [groups, width]`` to the bits of the largest absolute values."""
     group = tl.load(group_of + tl.program_id(0)).to(tl.int64)
-    bits = _absolute_bits(_values(x, source, group, num_groups, width, ROWS, BLOCK))
+    bits = _absolute_bits(_values(x, source, group, num_groups, width, IS_PADDED, ROWS, BLOCK))
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if rows is not None:
@@ -66,12 +78,13 @@ def group_rows_program(
     num_groups: tl.tensor,
     num_rows: tl.tensor,
     width: tl.tensor,
+    IS_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write one tile of ``data: [num_rows, width]`` and of ``turned: [width, num_rows]`` in E4M3."""
     group = tl.load(group_of + tl.program_id(0)).to(tl.int64)
-    values = _values(x, source, group, num_groups, width, ROWS, BLOCK)
+    values = _values(x, source, group, num_groups, width, IS_PADDED, ROWS, BLOCK)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if data is not None:
@@ -85,37 +98,72 @@ def group_rows_program(
         tl.store(turned + column[:, None] * num_rows + row[None, :], tl.trans(bits), mask=(column < width)[:, None])
 
 
+@triton.jit
+def whole_rows_program(
+    x: tl.tensor,
+    source: tl.tensor,
+    group_of: tl.tensor,
+    scale: tl.tensor,
+    data: tl.tensor,
+    num_groups: tl.tensor,
+    width: tl.tensor,
+    IS_PADDED: tl.constexpr,
+    GRAIN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write some whole rows of ``data: [n, width]`` in E4M3, and their scales."""
+    group = tl.load(group_of + tl.program_id(0) * ROWS // GRAIN).to(tl.int64)
+    values = _values(x, source, group, num_groups, width, IS_PADDED, ROWS, BLOCK)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    exponents = _exponents(tl.max(_absolute_bits(values), axis=1), False)
+    tl.store(scale + row, _powers(exponents))
+    bits = _float8_bits(values * _inverse_powers(exponents)[:, None], False)
+    tl.store(data + row[:, None] * width + column[None, :], bits, mask=(column < width)[None, :])
+
+
 def cast_groups(
     x: torch.Tensor,
     source: torch.Tensor | None,
     group_of: torch.Tensor,
     num_groups: int,
     *,
+    is_padded: bool,
     plain: bool,
     transpose: bool,
 ) -> tuple[Part | None, Part | None]:
     """Quantize groups of rows of a contiguous matrix to E4M3, the transposes by their own rows, or both.
 
-    ``source`` has the row of ``x`` for each row of the result, or -1 for zeros. ``group_of`` has the group of each
-    `GRAIN` rows, which is ``num_groups`` after the last group.
+    ``source`` has the row of ``x`` for each row of the result, or -1 for zeros. With ``is_padded`` it is the row of the
+    result, if there is one. ``group_of`` has the group of each `GRAIN` rows, which is ``num_groups`` after the last
+    group. Rows without transposes are read once, if one instance can hold a row.
 
     Shapes: ``x: [m, width]``, ``source: [n]``, ``group_of: [n / GRAIN] -> ([n, width], [n]), ([width, n], [groups,
     width])``.
     """
     num_rows, width = len(group_of) * GRAIN, x.shape[1]
+    if not transpose and width <= _WHOLE_ROW:
+        rows = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device)
+        scales = torch.empty(num_rows, device=x.device)
+        whole_rows_program[(num_rows // _WHOLE_ROWS,)](
+            x, source, group_of, scales, rows, num_groups, width,
+            IS_PADDED=is_padded, GRAIN=GRAIN, ROWS=_WHOLE_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=_WARPS,
+        )  # fmt: skip
+        return (rows.view(torch.float8_e4m3fn), scales), None
     sizes = [num_rows * plain, num_groups * width * transpose]
     amax = torch.zeros(sum(sizes), dtype=torch.int32, device=x.device)
     of_rows, of_columns = (part if size else None for part, size in zip(amax.split(sizes), sizes))
     grid = len(group_of), triton.cdiv(width, _BLOCK)
     group_amax_program[grid](
-        x, source, group_of, of_rows, of_columns, num_groups, width, ROWS=GRAIN, BLOCK=_BLOCK,
+        x, source, group_of, of_rows, of_columns, num_groups, width, IS_PADDED=is_padded, ROWS=GRAIN, BLOCK=_BLOCK,
         num_warps=_WARPS,
     )  # fmt: skip
     data = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device) if plain else None
     turned = torch.empty(width, num_rows, dtype=torch.uint8, device=x.device) if transpose else None
     group_rows_program[grid](
-        x, source, group_of, of_rows, of_columns, data, turned, num_groups, num_rows, width, ROWS=GRAIN, BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        x, source, group_of, of_rows, of_columns, data, turned, num_groups, num_rows, width,
+        IS_PADDED=is_padded, ROWS=GRAIN, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
     scale, turned_scale = scales_of(amax.view(torch.float32), torch.float8_e4m3fn).split(sizes)
     return (

@@ -4,8 +4,9 @@
 system per chunk (Yang et al. 2024, https://arxiv.org/abs/2406.06484 and https://arxiv.org/abs/2412.06464; Kimi Team
 2025, https://arxiv.org/abs/2510.26692). The forward pass is three kernels: sums of the decays, the products of each
 chunk with the inverse of its system, and the recurrence over chunks, which keeps a block of the state's columns in
-registers. The backward pass runs them again, then the recurrence of the state's gradient from the last chunk to the
-first, and one kernel per chunk for the gradients of the inputs.
+registers. With keys of more than 128 channels the state is two blocks of rows, and a fourth kernel computes the output
+from the states and corrections of all chunks. The backward pass runs the three again, then the recurrence of the
+state's gradient from the last chunk to the first, and one kernel per chunk for the gradients of the inputs.
 
 Sums and states are float32. Matmuls of bfloat16 inputs have bfloat16 operands. All other matmuls, and the inverse,
 split float32 operands into three TensorFloat-32 matmuls.
@@ -23,8 +24,9 @@ import triton.language as tl
 
 from megatron.core.ops.linear_attention import MIN_LOG_DECAY
 
-MAX_KEY_DIM = 128
-"""A program keeps the state's rows of all channels of the keys in registers."""
+MAX_KEY_DIM = 256
+"""A program keeps the state's rows of all channels of the keys in registers, in at most two blocks."""
+_MAX_KEY_BLOCK = 128
 _MIN_BLOCK = 16
 """Least size of a matmul's operands, and of a chunk."""
 _BLOCKS = {torch.bfloat16: (64, 32, 32), torch.float32: (32, 16, 16)}
@@ -32,16 +34,18 @@ _BLOCKS = {torch.bfloat16: (64, 32, 32), torch.float32: (32, 16, 16)}
 
 With decays per channel, blocks of keys have the least size, because each comes with its decays.
 """
+_WIDE_VALUES = 16
+"""Channels of the values of a state in two blocks of rows."""
 _SUMS_COLUMNS = 32
 _SUBSTITUTED_ROWS = 16
-_STAGES = 2
+_STAGES, _WIDE_STAGES = 2, 1
 
 
 def _matmuls(multiply_adds: Callable[..., int]) -> Callable[..., dict[str, int]]:
     """Return Triton's ``launch_metadata`` for a program, given the multiply-adds of one instance."""
 
     def metadata(grid: tuple[int, ...], kernel: Any, arguments: dict[str, Any]) -> dict[str, int]:
-        width = 16 if arguments["k"].dtype is torch.bfloat16 else 32
+        width = 16 if arguments["k" if "k" in arguments else "q"].dtype is torch.bfloat16 else 32
         return {f"flops{width}": 2 * grid[0] * multiply_adds(arguments)}
 
     return metadata
@@ -65,6 +69,11 @@ def _states_work(of: dict[str, Any]) -> int:
     length, keys, values = int(of["LENGTH"]), int(of["key_dim"]), int(of["value_dim"])
     count = 1 if of["output"] is None else 2
     return _chunks(of) * length * values * ((count + 1) * keys + count * length)
+
+
+def _output_work(of: dict[str, Any]) -> int:
+    length, keys, values = int(of["LENGTH"]), int(of["key_dim"]), int(of["value_dim"])
+    return length * values * (keys + length)
 
 
 def _state_gradients_work(of: dict[str, Any]) -> int:
@@ -356,6 +365,17 @@ def products_program(
     tl.store(inverse + at, _unit_lower_inverse(of_keys, LENGTH, BLOCK, PRECISION).to(KIND))
 
 
+@triton.jit
+def _pass_on(
+    state, keys, correction, sums, documents, entry, chunk, row, num_positions, head, heads, channel, key_dim,
+    PER_CHANNEL: tl.constexpr, LENGTH, KIND: tl.constexpr
+):  # fmt: skip
+    """Return the state after a chunk, given corrections that have decayed until its end if decays are per head."""
+    through = _through(sums, documents, entry, chunk, num_positions, head, heads, channel, key_dim, PER_CHANNEL, LENGTH)
+    leaving = _tile(keys, entry, row, num_positions, head, heads, channel, key_dim)
+    return through[:, None] * state + _turned_dot(leaving, correction, KIND)
+
+
 @triton.jit(launch_metadata=_matmuls(_states_work))
 def states_program(
     q: tl.tensor,
@@ -380,11 +400,13 @@ def states_program(
     LENGTH: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    IS_WIDE: tl.constexpr,
 ):
     """Continue some columns of a head's state over all chunks.
 
-    Write either the output and the last state, or the states before each chunk and the corrections, which the backward
-    pass needs.
+    Write the output, or the states before each chunk and the corrections, from which another program computes it or
+    the gradients. With ``IS_WIDE`` the state is two blocks of ``KEYS`` rows, so that no matmul has more of them, and
+    the output is left to `output_program`.
     """
     KIND: tl.constexpr = inverse.dtype.element_ty
     pair = tl.program_id(0).to(tl.int64)
@@ -397,24 +419,28 @@ def states_program(
     state = tl.zeros((KEYS, VALUES), tl.float32)
     if initial_state is not None:
         state += tl.load(initial_state + pair * key_dim * value_dim + of_state, mask=in_state, other=0.0)
+    upper_channel = channel + KEYS
+    of_upper = upper_channel[:, None] * value_dim + column[None, :]
+    in_upper = (upper_channel < key_dim)[:, None] & (column < value_dim)[None, :]
+    upper = tl.zeros((KEYS, VALUES), tl.float32)
+    if IS_WIDE and initial_state is not None:
+        upper += tl.load(initial_state + pair * key_dim * value_dim + of_upper, mask=in_upper, other=0.0)
     for chunk in range(num_chunks):
         row = chunk * LENGTH + place
         square = ((pair * num_chunks + chunk) * LENGTH + place)[:, None] * LENGTH + place[None, :]
-        through = _through(
-            sums, documents, entry, chunk, num_positions, head, heads, channel, key_dim, PER_CHANNEL, LENGTH
-        )
         key = _tile(k, entry, row, num_positions, head, heads, channel, key_dim)
-        leaving = key
         if PER_CHANNEL:
             # Queries and keys have decayed already.
             enter, leave = 1.0, 1.0
-            leaving = _tile(k_out, entry, row, num_positions, head, heads, channel, key_dim)
         else:
             enter, leave = _decays(
                 sums, documents, entry, chunk, row, num_positions, head, heads, channel, key_dim, False, LENGTH
             )
         value = _tile(v, entry, row, num_positions, head, heads, column, value_dim).to(tl.float32)
         value -= _dot(key, state, KIND) * enter
+        if IS_WIDE:
+            key = _tile(k, entry, row, num_positions, head, heads, upper_channel, key_dim)
+            value -= _dot(key, upper, KIND) * enter
         value *= _column(beta, entry, row, num_positions, head, heads)[:, None]
         correction = _dot(tl.load(inverse + square), value, KIND)
         if output is not None:
@@ -423,12 +449,82 @@ def states_program(
             result += _dot(tl.load(attention + square), correction, KIND)
             _store_tile(output, result, entry, row, num_positions, head, heads, column, value_dim)
         if states is not None:
-            at = (pair * num_chunks + chunk) * key_dim * value_dim + of_state
-            tl.store(states + at, state.to(KIND), mask=in_state)
+            before = (pair * num_chunks + chunk) * key_dim * value_dim
+            tl.store(states + before + of_state, state.to(KIND), mask=in_state)
+            if IS_WIDE:
+                tl.store(states + before + of_upper, upper.to(KIND), mask=in_upper)
             _store_tile(corrections, correction, entry, row, num_positions, head, heads, column, value_dim)
-        state = through[:, None] * state + _turned_dot(leaving, correction * leave, KIND)
+        correction *= leave
+        state = _pass_on(
+            state, k if k_out is None else k_out, correction, sums, documents, entry, chunk, row, num_positions, head,
+            heads, channel, key_dim, PER_CHANNEL, LENGTH, KIND
+        )  # fmt: skip
+        if IS_WIDE:
+            upper = _pass_on(
+                upper, k if k_out is None else k_out, correction, sums, documents, entry, chunk, row, num_positions,
+                head, heads, upper_channel, key_dim, PER_CHANNEL, LENGTH, KIND
+            )  # fmt: skip
     if last_state is not None:
         tl.store(last_state + pair * key_dim * value_dim + of_state, state, mask=in_state)
+        if IS_WIDE:
+            tl.store(last_state + pair * key_dim * value_dim + of_upper, upper, mask=in_upper)
+
+
+@triton.jit(launch_metadata=_matmuls(_output_work))
+def output_program(
+    q: tl.tensor,
+    sums: tl.tensor,
+    documents: tl.tensor,
+    attention: tl.tensor,
+    states: tl.tensor,
+    corrections: tl.tensor,
+    output: tl.tensor,
+    num_positions: tl.tensor,
+    heads: tl.tensor,
+    key_dim: tl.tensor,
+    value_dim: tl.tensor,
+    PER_CHANNEL: tl.constexpr,
+    LENGTH: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """Write some columns of a chunk's output, given the state before the chunk and its corrections."""
+    KIND: tl.constexpr = corrections.dtype.element_ty
+    tile = tl.program_id(0).to(tl.int64)
+    num_chunks = tl.cdiv(num_positions, LENGTH)
+    entry, head, chunk = tile // num_chunks // heads, tile // num_chunks % heads, tile % num_chunks
+    place = tl.arange(0, LENGTH)
+    row = chunk * LENGTH + place
+    column = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    result = tl.zeros((LENGTH, VALUES), tl.float32)
+    for start in range(0, key_dim, KEYS):
+        channel = start + tl.arange(0, KEYS)
+        inside = (channel < key_dim)[:, None] & (column < value_dim)[None, :]
+        at = (tile * key_dim + channel)[:, None] * value_dim + column[None, :]
+        query = _tile(q, entry, row, num_positions, head, heads, channel, key_dim)
+        result += _dot(query, tl.load(states + at, mask=inside, other=0.0), KIND)
+    if not PER_CHANNEL:
+        enter = tl.exp(_sums_at(sums, entry, row, num_positions, head, heads, column, 1, False))
+        if documents is not None:
+            enter *= _passes_in(documents, entry, chunk, row, num_positions, LENGTH)[:, None]
+        result *= enter
+    correction = _tile(corrections, entry, row, num_positions, head, heads, column, value_dim)
+    square = (tile * LENGTH + place)[:, None] * LENGTH + place[None, :]
+    result += _dot(tl.load(attention + square), correction, KIND)
+    _store_tile(output, result, entry, row, num_positions, head, heads, column, value_dim)
+
+
+@triton.jit
+def _pass_back(
+    state_grad, q, k, result_grad, row_grad, sums, documents, entry, chunk, row, num_positions, head, heads, channel,
+    key_dim, PER_CHANNEL: tl.constexpr, LENGTH, KIND: tl.constexpr
+):  # fmt: skip
+    """Return the gradient of the state before a chunk, given decayed gradients of the outputs and of the rows."""
+    through = _through(sums, documents, entry, chunk, num_positions, head, heads, channel, key_dim, PER_CHANNEL, LENGTH)
+    query = _tile(q, entry, row, num_positions, head, heads, channel, key_dim)
+    state_grad = through[:, None] * state_grad + _turned_dot(query, result_grad, KIND)
+    key = _tile(k, entry, row, num_positions, head, heads, channel, key_dim)
+    return state_grad - _turned_dot(key, row_grad, KIND)
 
 
 @triton.jit(launch_metadata=_matmuls(_state_gradients_work))
@@ -454,6 +550,7 @@ def state_gradients_program(
     LENGTH: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    IS_WIDE: tl.constexpr,
 ):
     """Write the gradients of some columns of a head's states after each chunk, and of ``beta * v`` minus the rest."""
     KIND: tl.constexpr = inverse.dtype.element_ty
@@ -467,35 +564,52 @@ def state_gradients_program(
     state_grad = tl.zeros((KEYS, VALUES), tl.float32)
     if last_state_grad is not None:
         state_grad += tl.load(last_state_grad + pair * key_dim * value_dim + of_state, mask=in_state, other=0.0)
+    upper_channel = channel + KEYS
+    of_upper = upper_channel[:, None] * value_dim + column[None, :]
+    in_upper = (upper_channel < key_dim)[:, None] & (column < value_dim)[None, :]
+    upper_grad = tl.zeros((KEYS, VALUES), tl.float32)
+    if IS_WIDE and last_state_grad is not None:
+        upper_grad += tl.load(last_state_grad + pair * key_dim * value_dim + of_upper, mask=in_upper, other=0.0)
     for number in range(num_chunks):
         chunk = num_chunks - 1 - number
         row = chunk * LENGTH + place
         square = ((pair * num_chunks + chunk) * LENGTH + place)[:, None] * LENGTH + place[None, :]
-        through = _through(
-            sums, documents, entry, chunk, num_positions, head, heads, channel, key_dim, PER_CHANNEL, LENGTH
-        )
-        at = (pair * num_chunks + chunk) * key_dim * value_dim + of_state
-        tl.store(state_grads + at, state_grad.to(KIND), mask=in_state)
-        key = _tile(k, entry, row, num_positions, head, heads, channel, key_dim)
-        leaving = key
+        after = (pair * num_chunks + chunk) * key_dim * value_dim
+        tl.store(state_grads + after + of_state, state_grad.to(KIND), mask=in_state)
         if PER_CHANNEL:
             enter, leave = 1.0, 1.0
-            leaving = _tile(k_out, entry, row, num_positions, head, heads, channel, key_dim)
         else:
             enter, leave = _decays(
                 sums, documents, entry, chunk, row, num_positions, head, heads, channel, key_dim, False, LENGTH
             )
+        leaving = _tile(k if k_out is None else k_out, entry, row, num_positions, head, heads, channel, key_dim)
+        correction_grad = _dot(leaving, state_grad, KIND)
+        if IS_WIDE:
+            tl.store(state_grads + after + of_upper, upper_grad.to(KIND), mask=in_upper)
+            leaving = _tile(
+                k if k_out is None else k_out, entry, row, num_positions, head, heads, upper_channel, key_dim
+            )
+            correction_grad += _dot(leaving, upper_grad, KIND)
+        correction_grad *= leave
         result_grad = _tile(grad, entry, row, num_positions, head, heads, column, value_dim)
-        correction_grad = _dot(leaving, state_grad, KIND) * leave
         correction_grad += _dot(tl.trans(tl.load(attention + square)), result_grad, KIND)
         row_grad = _dot(tl.trans(tl.load(inverse + square)), correction_grad, KIND)
         _store_tile(rows_grad, row_grad, entry, row, num_positions, head, heads, column, value_dim)
-        row_grad *= _column(beta, entry, row, num_positions, head, heads)[:, None]
-        query = _tile(q, entry, row, num_positions, head, heads, channel, key_dim)
-        state_grad = through[:, None] * state_grad + _turned_dot(query, result_grad.to(tl.float32) * enter, KIND)
-        state_grad -= _turned_dot(key, row_grad * enter, KIND)
+        row_grad *= _column(beta, entry, row, num_positions, head, heads)[:, None] * enter
+        result_grad = result_grad.to(tl.float32) * enter
+        state_grad = _pass_back(
+            state_grad, q, k, result_grad, row_grad, sums, documents, entry, chunk, row, num_positions, head, heads,
+            channel, key_dim, PER_CHANNEL, LENGTH, KIND
+        )  # fmt: skip
+        if IS_WIDE:
+            upper_grad = _pass_back(
+                upper_grad, q, k, result_grad, row_grad, sums, documents, entry, chunk, row, num_positions, head,
+                heads, upper_channel, key_dim, PER_CHANNEL, LENGTH, KIND
+            )  # fmt: skip
     if initial_grad is not None:
         tl.store(initial_grad + pair * key_dim * value_dim + of_state, state_grad, mask=in_state)
+        if IS_WIDE:
+            tl.store(initial_grad + pair * key_dim * value_dim + of_upper, upper_grad, mask=in_upper)
 
 
 @triton.jit(launch_metadata=_matmuls(_gradients_work))
@@ -719,13 +833,19 @@ class _Chunks:
         _, _, key_dim, value_dim = self.sizes
         return self.inverse.new_empty(len(self.inverse), key_dim, value_dim)
 
+    @property
+    def is_wide(self) -> bool:
+        """Return whether the state is in two blocks of rows."""
+        return self.q.shape[3] > _MAX_KEY_BLOCK
+
     def recur(self, program: Any, *tensors: torch.Tensor | None) -> None:
         """Launch a program for each block of columns of each head's state."""
         num_positions, heads, key_dim, value_dim = self.sizes
-        values = _block(value_dim, _BLOCKS[_kind(self.q)][2])
+        values = _block(value_dim, _WIDE_VALUES if self.is_wide else _BLOCKS[_kind(self.q)][2])
         program[len(self.q) * heads, triton.cdiv(value_dim, values)](
             *tensors, num_positions, heads, key_dim, value_dim, PER_CHANNEL=self.is_per_channel, LENGTH=self.length,
-            KEYS=_block(key_dim, MAX_KEY_DIM), VALUES=values, num_warps=8, num_stages=_STAGES,
+            KEYS=_block(key_dim, _MAX_KEY_BLOCK), VALUES=values, IS_WIDE=self.is_wide, num_warps=8,
+            num_stages=_WIDE_STAGES if self.is_wide else _STAGES,
         )  # fmt: skip
 
 
@@ -764,9 +884,23 @@ def gated_delta_rule_output(
     chunks = _Chunks.of(q, k, v, log_decay, beta, document_starts, chunk_size)
     output = torch.empty_like(chunks.v)
     last_state = q.new_empty(q.shape[0], *q.shape[2:], v.shape[3], dtype=torch.float32)
+    state = _contiguous(initial_state)
+    if not chunks.is_wide:
+        chunks.recur(
+            states_program, *chunks.decayed, chunks.v, chunks.beta, chunks.sums, chunks.documents, chunks.attention,
+            chunks.inverse, state, output, last_state, None, None,
+        )  # fmt: skip
+        return output, last_state
+    states, corrections = chunks.per_chunk(), chunks.per_position()
     chunks.recur(
-        states_program, *chunks.decayed, chunks.v, chunks.beta, chunks.sums, chunks.documents, chunks.attention,
-        chunks.inverse, _contiguous(initial_state), output, last_state, None, None,
+        states_program, None, *chunks.decayed[1:], chunks.v, chunks.beta, chunks.sums, chunks.documents, None,
+        chunks.inverse, state, None, last_state, states, corrections,
+    )  # fmt: skip
+    values = _block(v.shape[3], _BLOCKS[_kind(q)][2])
+    output_program[len(states), triton.cdiv(v.shape[3], values)](
+        chunks.decayed[0], chunks.sums, chunks.documents, chunks.attention, states, corrections, output, *chunks.sizes,
+        PER_CHANNEL=chunks.is_per_channel, LENGTH=chunks.length, KEYS=_key_block(q, False), VALUES=values, num_warps=4,
+        num_stages=_WIDE_STAGES,
     )  # fmt: skip
     return output, last_state
 

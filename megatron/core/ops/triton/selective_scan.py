@@ -27,6 +27,11 @@ _MIN_OPERAND = 16
 _BLOCKS = {torch.bfloat16: (64, 64, 32, 64), torch.float32: (32, 32, 16, 64)}
 """Most positions of a chunk, states of a program that passes them on, states at once of the other programs, and
 channels, by the dtype of operands."""
+_WIDE_HEAD, _WIDE_BLOCKS = 64, (32, 16)
+"""For heads with more channels, the most positions of a chunk and states at once in the backward pass.
+
+Larger operands of the matmuls would be spilled on A100, which has them in registers.
+"""
 _FORWARD_WARPS = {torch.bfloat16: 4, torch.float32: 8}
 _GRADIENT_WARPS = 8
 _NUM_STAGES = 2
@@ -537,6 +542,8 @@ class _Scan:
         precision = {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(x.dtype, "tf32x3")
         self.operand_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         longest, *limits = _BLOCKS[self.operand_dtype]
+        if grad is not None and self.head_dim > _WIDE_HEAD:
+            longest, limits[1] = (min(each) for each in zip((longest, limits[1]), _WIDE_BLOCKS))
         length = min(max(length, _MIN_OPERAND), longest)
         self.num_chunks = triton.cdiv(num_positions, length)
         sizes = (self.state_dim, self.state_dim, self.head_dim)

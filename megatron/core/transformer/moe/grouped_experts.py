@@ -248,48 +248,59 @@ class _Float8Groups(torch.autograd.Function):
         groups: PaddedGroups,
         quantizers: Fp8Quantizers,
         late: list[Callable[[], None]] | None,
+        pads: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.groups, ctx.quantizers, ctx.late = groups, quantizers, late
+        ctx.groups, ctx.quantizers, ctx.late, ctx.pads = groups, quantizers, late, pads
         # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
-        rows = _quantized(x, groups, plain=True, transpose=False)
+        rows = _quantized(x, groups, not pads, plain=True, transpose=False)
         weights = quantizers.weight_of_groups(weight, transpose=False)
         output = grouped_scaled_product(rows, weights, groups.ends, transpose=False)
-        return output.index_select(0, groups.place)
+        return output if pads else output.index_select(0, groups.place)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         groups: PaddedGroups = ctx.groups
         needs_x_grad, needs_weight_grad = ctx.needs_input_grad[:2]
-        rows = _quantized(grad, groups, plain=needs_x_grad, transpose=needs_weight_grad)
+        pads: bool = ctx.pads
+        rows = _quantized(grad, groups, pads, plain=needs_x_grad, transpose=needs_weight_grad)
         x_grad = weight_grad = None
         if needs_x_grad:
             weights = ctx.quantizers.weight_of_groups(weight, transpose=True)
-            x_grad = grouped_scaled_product(rows, weights, groups.ends, transpose=True).index_select(0, groups.place)
+            x_grad = grouped_scaled_product(rows, weights, groups.ends, transpose=True)
+            x_grad = x_grad.index_select(0, groups.place) if pads else x_grad
         if needs_weight_grad and ctx.main_grad is not None:
-            add = partial(ctx.main_grad.add_by, partial(_add_scaled_gradients, rows, x.detach(), groups))
+            add = partial(ctx.main_grad.add_by, partial(_add_scaled_gradients, rows, x.detach(), groups, not pads))
             if ctx.late is None:
                 add()
             else:
                 ctx.late.append(add)
         elif needs_weight_grad:
             weight_grad = torch.empty_like(weight)
-            _add_scaled_gradients(rows, x.detach(), groups, weight_grad, overwrite=True)
-        return x_grad, weight_grad, *(None,) * 3
+            _add_scaled_gradients(rows, x.detach(), groups, not pads, weight_grad, overwrite=True)
+        return x_grad, weight_grad, *(None,) * 4
 
 
-def _quantized(x: torch.Tensor, groups: PaddedGroups, *, plain: bool, transpose: bool) -> QuantizedGroups:
-    number = len(groups.ends)
-    return quantize_groups(x, groups.group_of, number, source=groups.source, plain=plain, transpose=transpose)
+def _quantized(
+    x: torch.Tensor, groups: PaddedGroups, is_padded: bool, *, plain: bool, transpose: bool
+) -> QuantizedGroups:
+    """Quantize rows, or with ``is_padded`` padded rows, in which the rows of padding may have any values."""
+    number, forms = len(groups.ends), {"plain": plain, "transpose": transpose}
+    return quantize_groups(x, groups.group_of, number, source=groups.source, is_padded=is_padded, **forms)
 
 
 def _add_scaled_gradients(
-    grad: QuantizedGroups, x: torch.Tensor, groups: PaddedGroups, total: torch.Tensor, overwrite: bool
+    grad: QuantizedGroups,
+    x: torch.Tensor,
+    groups: PaddedGroups,
+    is_padded: bool,
+    total: torch.Tensor,
+    overwrite: bool,
 ) -> None:
     """Add the gradient of each group's weight to ``total``, or overwrite it."""
-    rows = _quantized(x, groups, plain=False, transpose=True)
+    rows = _quantized(x, groups, is_padded, plain=False, transpose=True)
     add_groups(total, unfinished_scaled_gradient(grad, rows, groups.ends), groups.ends, overwrite=overwrite)
 
 
@@ -399,11 +410,14 @@ class GroupedLinear(nn.Module):
     ) -> torch.Tensor:
         """Apply each expert's weight to its rows; ``counts`` are the rows per expert of this rank.
 
-        ``padded`` are the padded groups of rows if the layer takes them, see `takes_scaled_groups`.
+        ``padded`` are the padded groups of rows if the layer takes them, see `takes_scaled_groups`. With them a layer
+        whose output features are sharded returns padded rows, and a layer whose input features are sharded takes them.
         """
         if padded is not None:
             assert self.quantizers is not None
-            result: torch.Tensor = _Float8Groups.apply(x, self.weight, padded, self.quantizers[0], late)  # type: ignore[no-untyped-call]
+            # Rows stay padded between the first and the second linear layer, whose input features are sharded.
+            arguments = (x, self.weight, padded, self.quantizers[0], late, self.cut_dim == 1)
+            result: torch.Tensor = _Float8Groups.apply(*arguments)  # type: ignore[no-untyped-call]
             return result
         if self.quantizers is not None:
             assert not isinstance(counts, RowEnds), "FP8 reads the counts"

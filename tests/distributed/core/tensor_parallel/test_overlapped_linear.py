@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,7 +152,12 @@ def whole_numbers(seed: int, *shape: int) -> torch.Tensor:
 
 
 def run_float8_pair(
-    recipe: str, sequence_parallel: bool, brings_bias: bool, is_frozen: bool = False, in_fp8: bool = True
+    recipe: str,
+    sequence_parallel: bool,
+    brings_bias: bool,
+    is_frozen: bool = False,
+    in_fp8: bool = True,
+    overlap: LinearOverlap = WHOLE,
 ) -> dict[str, Any]:
     """Run two steps, and return of the second what comes out, all gradients, and what delayed scaling saw."""
     tp = tensor_parallel_group()
@@ -159,6 +165,7 @@ def run_float8_pair(
     first = ColumnShardedLinear(FLOAT8_WIDTH, FLOAT8_INNER, tp, config=of_layers)
     second = RowShardedLinear(FLOAT8_INNER, FLOAT8_WIDTH, tp, config=of_layers)
     second.brings_bias_into_sum = brings_bias
+    first.overlap = second.overlap = overlap
     layers = torch.nn.ModuleList((first, second))
     load_global_weights(layers, lambda spec: whole_numbers(len(spec.global_shape), *spec.global_shape).numpy())  # type: ignore[arg-type]
     config = Fp8Config(fp8_format="hybrid", fp8_recipe=recipe, fp8_wgrad=in_fp8)
@@ -213,6 +220,86 @@ def test_two_ranks_compute_the_bits_of_one(
     assert len(results[0]) == len(expected) == (4 if is_frozen else 6) + (recipe == "delayed")
     for name, values in expected.items():
         assert torch.equal(whole(name, results, sequence_parallel), values), name
+
+
+def run_float8_pair_in_symmetric_memory(recipe: str, overlap: LinearOverlap) -> tuple[dict[str, Any], list[str]]:
+    """Let collectives stand in for torch's operators under their signatures, and return which were called."""
+    tp, calls = tensor_parallel_group(), []
+
+    def multiply(
+        x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        assert x.is_contiguous()
+        assert weight.t().is_contiguous()
+        per_row = (len(x), 1), (1, weight.shape[1])
+        assert (x_scale.shape, scale.shape) == (per_row if recipe == "rowwise" else ((), ()))
+        return ((x.float() * x_scale) @ (weight.float() * scale)).to(dtype)
+
+    def gather(
+        x: torch.Tensor,
+        weights: list[torch.Tensor],
+        x_scale: torch.Tensor,
+        scales: list[torch.Tensor],
+        dim: int,
+        name: str,
+        biases: list[None],
+        result_scales: list[None],
+        dtypes: list[torch.dtype],
+        fast: list[bool],
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        assert tp.handle is not None
+        assert (dim, name, biases, result_scales, fast) == (0, tp.handle.group_name, [None], [None], [False])
+        calls.append("gather")
+        whole = collectives.all_gather_first_dim(x.view(torch.uint8), tp).view(x.dtype)
+        x_scale = collectives.all_gather_first_dim(x_scale, tp) if x_scale.dim() else x_scale
+        return whole, [multiply(whole, weights[0], x_scale, scales[0], dtypes[0])]
+
+    def scatter(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        x_scale: torch.Tensor,
+        scale: torch.Tensor,
+        op: str,
+        dim: int,
+        flat_dim: int,
+        name: str,
+        shape: list[int],
+        *,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        assert (op, dim, flat_dim, shape) == ("sum", 0, 0, [len(x), weight.shape[1]])
+        calls.append("scatter")
+        return collectives.reduce_scatter_first_dim(multiply(x, weight, x_scale, scale, out_dtype), tp)
+
+    torch.ops.symm_mem.fused_all_gather_scaled_matmul = gather
+    torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter = scatter
+    return run_float8_pair(recipe, True, True, overlap=overlap), calls
+
+
+@pytest.mark.default(2)
+@pytest.mark.parametrize(
+    ("recipe", "overlap", "calls"),
+    [
+        # Forward of both layers, and backward of both.
+        ("tensorwise", CHUNKED, ["gather", "scatter", "gather", "scatter"]),
+        # The row-parallel layer gathers its output gradient in 16 bits.
+        ("rowwise", CHUNKED, ["gather", "scatter"]),
+        ("delayed", CHUNKED, ["gather", "scatter", "gather", "scatter"]),
+        ("tensorwise", LinearOverlap(forward=True), ["gather", "scatter"]),
+        ("tensorwise", LinearOverlap(backward=True), ["gather", "scatter"]),
+        ("blockwise", CHUNKED, []),
+    ],
+)
+def test_symmetric_memory_in_fp8_computes_the_bits_of_one_rank(
+    recipe: str, overlap: LinearOverlap, calls: list[str]
+) -> None:
+    overlap = replace(overlap, uses_symmetric_memory=True)
+    expected = run_float8_pair(recipe, sequence_parallel=False, brings_bias=False)
+    results, called = zip(*run_distributed(2, run_float8_pair_in_symmetric_memory, recipe, overlap))
+    # Two steps.
+    assert called == (calls * 2,) * 2
+    for name, values in expected.items():
+        assert torch.equal(whole(name, list(results), True), values), name
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])

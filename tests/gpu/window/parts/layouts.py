@@ -53,7 +53,7 @@ def run(window: Window) -> None:
         return run_cell(flags, world_size, data, dtype, providers[0], providers[1], device)
 
     pool = cast(WorkerPool, ThisProcess())
-    verifier = Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step, DTYPE, job=job)
+    verifier = Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step, DTYPE, TOLERANCES[DTYPE], job=job)
     for number, cell in enumerate(cells):
         left = len(cells) - number
         if not window.is_time_for(f"{left} further layouts"):

@@ -57,6 +57,29 @@ def test_each_group_is_quantized_as_a_separate_matrix(is_on_device: bool) -> Non
         assert torch.equal(found.turned_scale[number], turned.scale.flatten())
 
 
+@pytest.mark.parametrize("parts", [(True, True), (True, False), (False, True)])
+def test_padded_rows_are_quantized_like_rows_whatever_their_padding(parts: tuple[bool, bool]) -> None:
+    x = rows_of(torch.bfloat16)
+    groups = PaddedGroups.of(row_counts(COUNTS), len(x), x.device)
+    padded = x.new_full((len(groups.source), x.shape[1]), torch.nan).index_copy(0, groups.place, x)
+    assert int(padded.isnan().any(1).sum()) == len(padded) - len(x) > 0
+    plain, transpose = parts
+    expected = quantized(x, groups, plain=plain, transpose=transpose)
+    found = quantize_groups(
+        padded,
+        groups.group_of,
+        len(groups.ends),
+        source=groups.source,
+        is_padded=True,
+        plain=plain,
+        transpose=transpose,
+    )
+    for name in ("data", "scale", "turned", "turned_scale"):
+        one, other = getattr(found, name), getattr(expected, name)
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one.float(), other.float()), name
+
+
 def test_weights_are_quantized_expert_by_expert() -> None:
     torch.manual_seed(4)
     weight = torch.randn(3, 32, 48).bfloat16()
@@ -78,12 +101,21 @@ def check_programs(dtype: torch.dtype, has_bad: bool) -> None:
         x[8, 3], x[20, 4] = float("nan"), float("inf")
     groups = PaddedGroups.of(row_counts(COUNTS), len(x), x.device)
     whole = torch.randn(2 * GRAIN, 70).to(dtype)
+    long = torch.randn(GRAIN, 4100).to(dtype)
+    padded = x.new_full((len(groups.source), x.shape[1]), torch.nan).index_copy(0, groups.place, x)
+    of_padded = {"source": groups.source, "is_padded": True}
     of_whole = torch.arange(2, dtype=torch.int32)
     for plain, transpose in [(True, True), (True, False), (False, True)]:
         parts = {"plain": plain, "transpose": transpose}
-        expected = quantized(x, groups, **parts), quantize_groups(whole, of_whole, 2, **parts)
+        arguments = (
+            ((x, groups.group_of, len(groups.ends)), {"source": groups.source}),
+            ((padded, groups.group_of, len(groups.ends)), of_padded),
+            ((whole, of_whole, 2), {}),
+            ((long, of_whole[:1], 1), {}),
+        )
+        expected = [quantize_groups(*given, **more, **parts) for given, more in arguments]
         with cpu_runs_on_triton():
-            actual = quantized(x, groups, **parts), quantize_groups(whole, of_whole, 2, **parts)
+            actual = [quantize_groups(*given, **more, **parts) for given, more in arguments]
         for mine, theirs in zip(actual, expected, strict=True):
             for name in ("data", "scale", "turned", "turned_scale"):
                 one, other = getattr(mine, name), getattr(theirs, name)

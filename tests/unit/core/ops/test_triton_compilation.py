@@ -20,7 +20,7 @@ pytestmark = needs_triton
 MAX_REGISTERS = 64
 """With these, 1024 threads of any program are at work on a multiprocessor at once."""
 MIN_FLOAT8_CAPABILITY = 90
-NUM_PROGRAMS, NUM_FLOAT8 = 58, 14
+NUM_PROGRAMS, NUM_FLOAT8 = 58, 15
 MAX_NORM_GRADIENT_REGISTERS = 128
 """Its threads keep their part of the weight gradients while the rows pass."""
 MAX_WIDE_GATE_STACK_BYTES = 40
@@ -200,13 +200,17 @@ def programs(capability: int) -> Iterator[Program]:
             yield f"float8 mx {is_e5m2}", scaled.segments_program, tiled, sizes, scaled._TILE_WARPS
         kinds = dict.fromkeys(("source", "group_of", "rows", "columns", "row_amax", "column_amax"), "*i32")
         kinds |= dict.fromkeys(("data", "turned"), "*u8") | {"num_groups": "odd", "num_rows": "i32", "width": "i32"}
-        sizes = {"ROWS": fp8_group_cast.GRAIN, "BLOCK": fp8_group_cast._BLOCK}
+        sizes = {"ROWS": fp8_group_cast._WHOLE_ROWS, "BLOCK": fp8_group_cast._WHOLE_ROW}
+        sizes |= {"IS_PADDED": False, "GRAIN": fp8_group_cast.GRAIN}
+        whole = kinds | {"scale": "*fp32"}
+        yield "float8 rows of groups", fp8_group_cast.whole_rows_program, whole, sizes, fp8_group_cast._WARPS
+        sizes = {"ROWS": fp8_group_cast.GRAIN, "BLOCK": fp8_group_cast._BLOCK, "IS_PADDED": False}
         yield "amax of groups", fp8_group_cast.group_amax_program, kinds, sizes, fp8_group_cast._WARPS
         yield "float8 groups", fp8_group_cast.group_rows_program, kinds, sizes, fp8_group_cast._WARPS
 
 
 def matmul_programs(capability: int) -> Iterator[Program]:
-    """Yield the programs with matmuls, and what they need, at the greatest number of channels of the keys."""
+    """Yield the programs with matmuls, and what they need, at the most channels of keys in one and in two blocks."""
     from megatron.core.ops.triton import gated_delta_rule as rule
 
     wide = ("sums", "initial_state", "last_state", "last_state_grad", "initial_grad", "log_decay", "log_decay_grad")
@@ -228,12 +232,18 @@ def matmul_programs(capability: int) -> Iterator[Program]:
             blocks = {"KEYS": rule._MIN_BLOCK if sizes["PER_CHANNEL"] else keys}
             more = blocks | {"BLOCK": rule._SUBSTITUTED_ROWS, "PRECISION": "tf32" if kind == "bf16" else "tf32x3"}
             yield f"{name}, products", rule.products_program, arguments, sizes | more, 4
-            columns = sizes | {"KEYS": rule.MAX_KEY_DIM, "VALUES": values}
+            columns = sizes | {"KEYS": rule._MAX_KEY_BLOCK, "VALUES": values, "IS_WIDE": False}
             some = arguments | {"states": None, "corrections": None}
             yield f"{name}, output", rule.states_program, some, columns, 8
             some = arguments | dict.fromkeys(("q", "attention", "output", "last_state"))
             yield f"{name}, states", rule.states_program, some, columns, 8
             yield f"{name}, gradients of states", rule.state_gradients_program, arguments, columns, 8
+            columns |= {"VALUES": rule._WIDE_VALUES, "IS_WIDE": True}
+            some = arguments | dict.fromkeys(("q", "attention", "output"))
+            yield f"{name}, states of wide keys", rule.states_program, some, columns, 8
+            yield f"{name}, gradients of states of wide keys", rule.state_gradients_program, arguments, columns, 8
+            more = {"KEYS": keys, "VALUES": values}
+            yield f"{name}, output of wide keys", rule.output_program, arguments, sizes | more, 4
             more = blocks | {"VALUES": values, "LEAST": -50.0}
             yield f"{name}, gradients", rule.gradients_program, arguments, sizes | more, 8
 
@@ -321,8 +331,14 @@ def test_programs_compile_for_one_row_one_sample_and_one_head(tmp_path: Path) ->
 def check_matmul_programs(capability: int, folder: Path) -> None:
     from megatron.core.ops.triton import gated_delta_rule as rule
 
-    results = compile_programs(capability, folder, of=matmul_programs, num_stages=rule._STAGES)
-    assert len(results) == 21
+    results = []
+    for of_wide_keys, num_stages in ((False, rule._STAGES), (True, rule._WIDE_STAGES)):
+
+        def some(capability: int, of_wide_keys: bool = of_wide_keys) -> Iterator[Program]:
+            return (each for each in matmul_programs(capability) if each[0].endswith("wide keys") == of_wide_keys)
+
+        results += compile_programs(capability, folder, of=some, num_stages=num_stages)
+    assert len(results) == 33
     for result in results:
         assert result.stack_bytes <= MAX_STACK_BYTES.get(result.name.partition(",")[0], 0), result
         assert 0 < result.registers <= 255, result

@@ -89,6 +89,11 @@ def check_against_recurrence(dtype: torch.dtype, per_channel: bool) -> None:
     starts = torch.zeros(2, 35, dtype=torch.bool)
     starts[0, [0, 16, 34]], starts[1, [5, 15, 31, 33]] = True, True
     compare(draw((2, 35, 1, 8, 18), dtype, per_channel), starts, 8)
+    # A state in two blocks of rows, with an initial state, a chunk that is cut off, and documents.
+    programs._MAX_KEY_BLOCK = 16
+    compare(draw((1, 21, 2, 20, 18), dtype, per_channel), torch.rand(1, 21) < 0.2, 16)
+    compare(draw((2, 18, 1, 32, 5), dtype, per_channel), None, 16)
+    programs._MAX_KEY_BLOCK = 128
     # Sums of the logarithms of such decays in a chunk reach thousands, as in the torch form.
     strong = draw((1, 70, 1, 16, 4), dtype, per_channel, 300.0)
     compare(strong, torch.rand(1, 70) < 0.1, 64, with_state=False, allowed=max(ALLOWED[dtype], 1e-4))
@@ -147,7 +152,7 @@ def check_selection() -> None:
             output, _ = gated_delta_rule(*arguments)
         # The backward pass computes everything else again.
         assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in arguments}
-        for size, name in [(129, "_GatedDeltaRule"), (4, "_TritonGatedDeltaRule")]:
+        for size, name in [(257, "_GatedDeltaRule"), (4, "_TritonGatedDeltaRule")]:
             output, _ = gated_delta_rule(*(x.requires_grad_() for x in draw((1, 2, 1, size, 1), torch.float32, False)))
             assert type(output.grad_fn).__name__ == f"{name}Backward"
         wide = [x.double().requires_grad_() for x in draw((1, 2, 1, 4, 1), torch.float32, False)]
@@ -196,3 +201,21 @@ def test_launches_are_counted_with_their_bytes_and_flops(per_channel: bool) -> N
     assert counted["state_gradients_program"][1] == 2 * tokens * values * (3 * keys + 2 * 64)
     of_gradients = 2 * 64 * values + 3 * keys * values + 4 * levels * 64 * keys
     assert counted["gradients_program"][1] == 2 * tokens * of_gradients
+
+
+def test_wide_keys_have_a_launch_for_the_output() -> None:
+    batch, positions, heads, keys, values = shape = (1, 128, 2, 256, 16)
+    recorder = Recorder()
+    with recorded_programs(recorder), torch.no_grad():
+        from megatron.core.ops.triton import gated_delta_rule as programs
+
+        *arguments, _ = draw(shape, torch.bfloat16, False)
+        programs.gated_delta_rule_output(*arguments, None, None, 64)
+    operations = recorder.record.operations
+    names = [each.name.removeprefix("gated_delta_rule.") for each in operations]
+    assert names == [*PROGRAMS, "output_program"]
+    tokens, chunks = batch * positions * heads, batch * heads * 2
+    assert operations[-1].flops == 2 * tokens * values * (keys + 64)
+    # Queries, corrections, the output, products within chunks, states, and sums of decays.
+    kept = 2 * (tokens * (keys + 2 * values + 64) + chunks * keys * values)
+    assert operations[-1].num_bytes == kept + 4 * tokens

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.main_grad import MainGrad, WeightGradQueue, attach_main_grad
@@ -52,6 +55,42 @@ def test_divisors_and_loss_scale(per_token: bool, expected: float) -> None:
     assert result.num_tokens.item() == 8
     assert weight.grad.tolist() == pytest.approx([expected] * 2)
     assert result.timeline is None
+
+
+class CountedOperations(TorchDispatchMode):
+    """Count the operations that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.counts[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_operations(num_microbatches: int, num_tokens: torch.Tensor) -> tuple[Counter[str], list[float]]:
+    weight = torch.ones(2, requires_grad=True)
+
+    def forward_step(microbatch: int, hidden: torch.Tensor | None) -> MicrobatchLoss:
+        return MicrobatchLoss(weight.sum(), num_tokens)
+
+    with CountedOperations() as counted:
+        actions = without_pipelining(1, 0, num_microbatches)
+        run_schedule(actions, [ModelChunk(forward_step)], device=CPU, loss_scale=4.0)
+    return counted.counts, weight.grad.tolist()
+
+
+def test_few_operations_divide_and_scale_the_loss_of_a_microbatch() -> None:
+    """Two sums, and the gradient of the loss: without autograd's operations for its division and its scale."""
+    (more, grad), (fewer, _) = (count_operations(number, torch.tensor(8)) for number in (5, 4))
+    of_the_model = {"sum": 1, "expand": 1, "add_": 1, "detach": 1}
+    found = more - fewer - Counter(of_the_model)
+    assert {name: found[name] for name in found if name != "detach"} == {"add_": 2, "clamp": 1, "mul": 1, "div": 1}
+    assert grad == [4.0 / 8] * 2
+    assert count_operations(2, torch.tensor(0))[1] == [4.0] * 2
 
 
 def test_evaluation_keeps_nothing() -> None:

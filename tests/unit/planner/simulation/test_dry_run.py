@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -17,7 +18,7 @@ from benchmarks.gpu_dry_run.run import COMMON, FP8, LLAMA_8B
 from megatron.cli import simulate
 from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
-from megatron.planner.gpu import A100, B200, H100, H200
+from megatron.planner.gpu import A100, B200, B300, H100, H200
 from megatron.planner.plan import DEEPEP_AS_ALLTOALL
 from megatron.planner.simulation.dry_run import ModelFlops, check_flops, count_flops, needed_flops
 from megatron.planner.simulation.fake_cuda import find_compiler
@@ -152,6 +153,18 @@ def test_large_products_take_about_half_as_long_as_in_16_bits() -> None:
     assert A100.float8_flops == 0
 
 
+def test_large_products_in_nvfp4_take_about_half_as_long_as_in_fp8_on_a_b200_and_less_on_a_b300() -> None:
+    fp8 = scaled_product(8192, 4096, 14336)
+    fp4 = replace(fp8, itemsize=0.5, num_bytes=fp8.num_bytes - 8192 * 4096 // 2 - 4096 * 14336 // 2)
+    ratios = [operation_seconds(fp4, gpu) / operation_seconds(fp8, gpu) for gpu in (B200, B300)]
+    # A wave of tiles begins and ends as in FP8.
+    assert 0.5 < ratios[0] < 0.56
+    assert 1 / 3 < ratios[1] < 0.42
+    assert B200.matmul_flops(0.5) / B200.float4_flops == B200.matmul_flops(2) / B200.half_flops
+    assert [gpu.float4_flops for gpu in (A100, H100, H200)] == [0, 0, 0]
+    assert H100.matmul_flops(0.5) == H100.matmul_flops(2)
+
+
 @pytest.mark.long
 @needs_compiler
 def test_an_8b_model_is_predicted_to_gain_by_three_tenths() -> None:
@@ -213,6 +226,10 @@ def test_a_gpu_without_such_products_is_refused(capsys: pytest.CaptureFixture[st
     answer = capsys.readouterr().err
     assert re.search(r"--gpu a100-80gb does not support FP8 GEMMs; use one of b200, b300, h100, ", answer)
     assert len(answer.splitlines()) == 1
+    flags = [*EIGHT_BILLION, "--fp4-format", "e2m1", "--world-size", "8", "--gpu", "h200"]
+    assert simulate.main(flags) == 2
+    answer = capsys.readouterr().err
+    assert answer == ("error: --gpu h200 does not support NVFP4 GEMMs; use one of b200, b300, or omit the FP4 flags\n")
 
 
 MIN_GAIN = 1.15
@@ -223,17 +240,34 @@ MIN_GAIN = 1.15
 @needs_compiler
 @pytest.mark.parametrize(
     ("gpu", "recipes"),
-    [("h100-80gb", ("delayed", "tensorwise", "rowwise", "blockwise")), ("b200", ("delayed", "tensorwise", "mxfp8"))],
+    [
+        ("h100-80gb", ("delayed", "tensorwise", "rowwise", "blockwise")),
+        ("b200", ("delayed", "tensorwise", "mxfp8", "nvfp4")),
+    ],
 )
 def test_every_recipe_is_predicted_faster_than_bf16_on_the_gpu_that_it_is_for(
     gpu: str, recipes: tuple[str, ...]
 ) -> None:
     flags = {recipe: ("--fp8-format", "hybrid", "--fp8-recipe", recipe) for recipe in recipes} | {"bf16": ()}
+    flags["nvfp4"] = ("--fp4-format", "e2m1")
     four_layers = (*EIGHT_BILLION, "--num-layers", "4", "--global-batch-size", "16")
     cases = [DryRunCase(recipe, (*four_layers, *more), 8, gpu=gpu, num_steps=2) for recipe, more in flags.items()]
     predicted = {recipe: report["predicted_ms"] for recipe, report in reports_of(cases).items()}
     gains = {recipe: predicted["bf16"] / predicted[recipe] for recipe in recipes}
     assert min(gains.values()) >= MIN_GAIN, gains
+    assert gains.get("nvfp4", math.inf) > gains.get("mxfp8", 0)
+
+
+@pytest.mark.full
+@needs_compiler
+def test_each_operand_in_nvfp4_is_read_twice_and_weights_once_per_step() -> None:
+    flags = (*EIGHT_BILLION, *SHORT, "16", "--fp4-format", "e2m1")
+    report = reports_of([DryRunCase("nvfp4", flags, 8, gpu="b200", num_steps=2)])["nvfp4"]
+    linear_layers = 4 * LAYERS * MICROBATCHES
+    operations = report["by_operation"]
+    assert operations["_scaled_mm_v2"] == 3 * linear_layers
+    casts = operations["nvfp4_cast.nvfp4_program"]
+    assert casts == operations["nvfp4_cast.nvfp4_amax_program"] == 2 * linear_layers + 4 * LAYERS
 
 
 NUM_LAYERS, HIDDEN, FFN, VOCABULARY, NUM_RANKS = 6, 2048, 5632, 32000, 32

@@ -186,7 +186,8 @@ flags = (
 for name, more in json.loads(sys.argv[1]).items():
     plan = Plan.of(read_planned_run([*flags.split(), *more.split()], 8).config)
     contents = StageContents((0,)), StageContents((), has_embedding=True), StageContents((), has_loss=True)
-    requests = {str(number): memory._request(plan, (9, 0), each) for number, each in enumerate(contents)}
+    capability = memory._typical_capability(plan)
+    requests = {str(number): memory._request(plan, capability, each) for number, each in enumerate(contents)}
     both[name] = [piece_tracer.take_traces(requests)]
     with patch.object(fake_device, "QuickFakeTensorMode", FakeTensorMode):
         both[name].append(piece_tracer.take_traces(requests))
@@ -196,6 +197,7 @@ MODELS = {
     "dense": "--sequence-parallel",
     "fp8": "--fp8-format hybrid --sequence-parallel",
     "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
+    "nvfp4": "--fp4-format e2m1 --sequence-parallel",
     "ring": "--context-parallel-size 4",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "experts": "--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2",
