@@ -161,7 +161,7 @@ class TrainingConfig(Config, role="run"):
     use between micro-batches."""
     enable_cuda_graph: bool = False
     """Same as --cuda-graph-impl local."""
-    loss_cuda_graph: bool = flag(False, needs="cuda_graph_impl")
+    loss_cuda_graph: bool = False
     """Capture the embedding, the final norm, the output layer and the loss too; logits stay allocated."""
     cuda_graph_warmup_steps: int = flag(
         3, bounds=POSITIVE, idle=idle_without("cuda_graph_impl", "optimizer_cuda_graph")

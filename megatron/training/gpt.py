@@ -88,6 +88,8 @@ def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> Chu
     from megatron.core.pipeline_parallel import MicrobatchLoss
 
     pattern, losses = AttentionPattern(document_ids=batch.document_ids), list[AuxiliaryLoss]()
+    # A CUDA graph of the loss includes its sum. The losses of each data set are summed here.
+    is_summed = model.captures_loss and batch.data_sets is None
     output: torch.Tensor = model(
         batch.tokens,
         batch.position_ids,
@@ -98,7 +100,7 @@ def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> Chu
         hidden=hidden,
         losses=losses,
         dropout_samples=batch.dropout_samples,
-        reduction="sum" if batch.data_sets is None else "none",
+        **({"reduction": "sum"} if is_summed else {}),
     )
     if not model.post_process:
         return LayerOutput(output, tuple(losses))
@@ -107,11 +109,13 @@ def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> Chu
     num_tokens = batch.num_tokens
     if model.config.context_parallel_size > 1:
         num_tokens = num_tokens.to(output.dtype) / model.config.context_parallel_size
-    if batch.data_sets is None:
+    if is_summed:
         return MicrobatchLoss(output, num_tokens, losses)
     mask = batch.loss_mask.to(output.dtype)
     counted = output * mask
-    samples = torch.stack([each.sum(dim=1, dtype=torch.float64) for each in (counted.detach(), mask)], dim=-1)
+    samples = None
+    if batch.data_sets is not None:
+        samples = torch.stack([each.sum(dim=1, dtype=torch.float64) for each in (counted.detach(), mask)], dim=-1)
     return MicrobatchLoss(counted.sum(), num_tokens, losses, samples)
 
 

@@ -570,6 +570,8 @@ def _check_loss(config: RunConfig) -> Iterator[str]:
     model = config.model
     if not config.training.loss_cuda_graph:
         return
+    if config.training.cuda_graph_impl != "local":
+        yield "--loss-cuda-graph extends CUDA graphs of layers; add --cuda-graph-impl local"
     if model.z_loss_coeff:
         yield (
             f"--loss-cuda-graph: a CUDA graph returns one loss, not also --z-loss-coeff {model.z_loss_coeff}; omit one "
@@ -583,7 +585,7 @@ def _check_loss(config: RunConfig) -> Iterator[str]:
 
 
 CUDA_GRAPH_CHECKS = (
-    Check(("loss_cuda_graph", "z_loss_coeff", "loss"), _check_loss),
+    Check(("loss_cuda_graph", "cuda_graph_impl", "z_loss_coeff", "loss"), _check_loss),
     Check(("cuda_graph_impl", "log_max_attention_logit", "qk_clip"), _check_chunked_logits),
     Check(("cuda_graph_impl", "reset_attention_mask", "reset_position_ids", "sft_packing"), _check_documents),
     Check(("cuda_graph_impl", "attention_dropout", "attention_backend"), _check_dropout),

@@ -39,6 +39,11 @@ class Model(nn.Module):
         return tuple(module for module in self.modules() if isinstance(module, TransformerBlock))
 
     @property
+    def captures_loss(self) -> bool:
+        """Return whether CUDA graphs capture the loss, whose arguments then include ``reduction`` "sum"."""
+        return False
+
+    @property
     def first_alone(self) -> nn.Module | None:
         """Return the module before all layers if no other module needs its weights, else None."""
         return None

@@ -68,7 +68,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, grad: torch.Tensor | None, normalizer_grad: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         x, weight, local_labels, local_normalizer, log_normalizer = ctx.saved_tensors
-        last_logits, ctx.last_logits = ctx.last_logits, None
+        last_logits = ctx.last_logits
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            # A CUDA graph that reads the logits of another graph must keep them.
+            ctx.last_logits = None
         tp: Group = ctx.tp
         library: str = ctx.product_library
         needs_x_grad, needs_weight_grad = ctx.needs_input_grad[:2]

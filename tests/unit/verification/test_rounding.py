@@ -16,7 +16,8 @@ def result(error: float, name: str = "w", of_later_norms: float | None = None) -
     """Return a result of which every number has the same relative error, but for gradient norms of later steps."""
     later = error if of_later_norms is None else of_later_norms
     fragment = Fragment(name, EXACT.shape, Box((0, 0), EXACT.shape), EXACT * (1.0 + error), 0)
-    return CellResult([2.0 * (1.0 + error)] * 3, [5.0 * (1.0 + x) for x in (error, later, later)], [fragment], [fragment])
+    norms = [5.0 * (1.0 + each) for each in (error, later, later)]
+    return CellResult([2.0 * (1.0 + error)] * 3, norms, [fragment], [fragment])
 
 
 def errors(*results: CellResult) -> Errors:

@@ -327,6 +327,11 @@ class GPTModel(Model):
             self.initialize_parameters(seed)
 
     @property
+    def captures_loss(self) -> bool:
+        """Return whether CUDA graphs capture embedding and loss (``--loss-cuda-graph``)."""
+        return self.decoder.graphs is not None and self.decoder.graphs.with_ends
+
+    @property
     def first_alone(self) -> nn.Module | None:
         """Return the embedding if no other module uses it (output layer, MTP) and its backward pass needs no weight."""
         if self.embedding is None or not self.pre_process:
@@ -391,7 +396,7 @@ class GPTModel(Model):
             ConfigurationError: CUDA graphs are to capture the loss, and there are no labels.
         """
         graphs = self.decoder.graphs
-        if graphs is not None and graphs.with_ends and self.training and (self.pre_process or self.post_process):
+        if graphs is not None and self.captures_loss and self.training and (self.pre_process or self.post_process):
             if self.decoder.captures(pattern):
                 batch = self._static_batch(tokens, position_ids, labels, loss_mask, reduction)
                 return self._run_captured(graphs, batch, position_ids, hidden, pattern, dropout_samples)
