@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         recurrent_selective_scan,
     )
     from megatron.core.ops.linear_attention.segments import gated_delta_rule_of_segments, selective_scan_of_segments
-    from megatron.core.ops.linear_attention.state_space import selective_scan
+    from megatron.core.ops.linear_attention.state_space import MAX_HEAD_DIM, selective_scan
 
 __getattr__ = lazy_exports(
     __name__,
@@ -34,6 +34,6 @@ __getattr__ = lazy_exports(
             "document_starts_of recurrent_causal_convolution recurrent_gated_delta_rule recurrent_selective_scan"
         ),
         "segments": "gated_delta_rule_of_segments selective_scan_of_segments",
-        "state_space": "selective_scan",
+        "state_space": "MAX_HEAD_DIM selective_scan",
     },
 )

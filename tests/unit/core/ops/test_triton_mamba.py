@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.ops.linear_attention import recurrent_selective_scan, selective_scan
+from megatron.core.ops.linear_attention import MAX_HEAD_DIM, recurrent_selective_scan, selective_scan
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.mamba_mixer import GatedNorm
 from megatron.planner.simulation.fake_triton import recorded_programs
@@ -189,8 +189,6 @@ def test_strong_decays_are_finite() -> None:
 
 def check_choice() -> None:
     torch.manual_seed(34)
-    from megatron.core.ops.triton import MAX_HEAD_DIM
-
     for head_dim, dtype, expected in [
         (MAX_HEAD_DIM, torch.float32, "_TritonSelectiveScan"),
         (MAX_HEAD_DIM + 1, torch.float32, "_SelectiveScan"),
