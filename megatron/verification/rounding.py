@@ -63,7 +63,8 @@ class Reference:
 class Errors:
     """Relative errors of losses by step, of the first gradient norm and gradients, and errors of parameters.
 
-    ``gradients`` are Frobenius norms of differences by name, and ``scales`` relative errors of a gradient's projection
+    ``unknown`` are the names of gradients and parameters that the exact process does not have. ``gradients`` are
+    Frobenius norms of differences by name, and ``scales`` relative errors of a gradient's projection
     on the exact one. ``parameters`` is the Frobenius norm of the differences of all parameters, which is not relative.
 
     Gradient norms of later steps are not compared. Adam's first steps give each parameter the same length, so rounding
@@ -76,6 +77,7 @@ class Errors:
     gradients: dict[str, float]
     scales: dict[str, float]
     parameters: float
+    unknown: tuple[str, ...] = ()
 
     @staticmethod
     def of(results: Sequence[CellResult], exact: Reference) -> Errors:
@@ -97,20 +99,33 @@ class Errors:
             errors,
             scales,
             squares**0.5,
+            _unknown_tensors(results, exact),
         )
+
+
+def _unknown_tensors(results: Sequence[CellResult], exact: Reference) -> tuple[str, ...]:
+    """Return the names of gradients and parameters that only the layout has."""
+    gradients = {x.name for result in results for x in result.gradients} - exact.gradients.keys()
+    parameters = {x.name for result in results for x in result.parameters} - exact.parameters.keys()
+    return tuple(sorted(gradients | parameters))
 
 
 def _worst(actual: Sequence[Sequence[float]], expected: Sequence[float]) -> tuple[float, ...]:
     differences = np.abs(np.array(actual) / np.array(expected) - 1.0)
-    return tuple(float(each) for each in np.nan_to_num(differences, nan=np.inf).max(axis=0))
+    return tuple(float(each) for each in np.where(np.isnan(differences), np.inf, differences).max(axis=0))
 
 
 def _farthest(fragments: Iterable[Fragment], exact: Mapping[str, Array]) -> dict[str, Array]:
-    """Assemble global tensors of the elements that are farthest from the exact ones; NaN if no rank has an element."""
+    """Assemble global tensors of the elements that are farthest from the exact ones; NaN if no rank has an element.
+
+    Fragments of tensors that one process does not have are left to `_unknown_tensors`.
+    """
     tensors = {name: np.full(tensor.shape, np.nan) for name, tensor in exact.items()}
     for fragment in fragments:
+        if fragment.name not in exact:
+            continue
         place = fragment.box.slices
-        values = np.nan_to_num(fragment.values, nan=np.inf)
+        values = np.where(np.isfinite(fragment.values), fragment.values, np.inf)
         known = tensors[fragment.name][place]
         is_nearer = np.abs(values - exact[fragment.name][place]) <= np.abs(known - exact[fragment.name][place])
         tensors[fragment.name][place] = np.where(is_nearer, known, values)
@@ -133,16 +148,19 @@ class ErrorsOfOneProcess:
 
     def compare(self, errors: Errors) -> Comparison:
         """Compare the errors of a layout with `ALLOWED_MULTIPLE` times the largest ones of one process."""
-        reasons: list[str] = []
+        reasons = [f"{name}: one process has no such tensor" for name in errors.unknown]
 
         def multiple(name: str, error: float, of_seeds: Iterable[float]) -> float:
-            largest = max(*of_seeds, _LEAST_ERROR)
-            if not error <= ALLOWED_MULTIPLE * largest:
+            # A NaN of one process counts.
+            largest = float(np.max([*of_seeds, _LEAST_ERROR]))
+            if not np.isfinite(largest):
+                reasons.append(f"{name}: one process has no finite error relative to float64, so none can be compared")
+            elif not error <= ALLOWED_MULTIPLE * largest:
                 reasons.append(
                     f"{name}: error {error:.1e} relative to float64; that of one process is at most {largest:.1e}, and "
                     f"{ALLOWED_MULTIPLE:g} times that is allowed"
                 )
-            return float(np.nan_to_num(error / largest, nan=np.inf))
+            return float(np.nan_to_num(error / largest, nan=np.inf, posinf=np.inf))
 
         losses = [
             multiple(f"loss of step {step + 1}", error, (seed.losses[step] for seed in self.seeds))
@@ -165,4 +183,7 @@ class ErrorsOfOneProcess:
         """Return the error of the gradients' common scale: tensors count by the inverse of their squared errors."""
         squares = {name: sum(seed.gradients[name] ** 2 for seed in self.seeds) for name in errors.scales}
         weights = {name: 1.0 / max(square, _LEAST_ERROR**2) for name, square in squares.items()}
-        return sum(weight * errors.scales[name] for name, weight in weights.items()) / sum(weights.values())
+        total = sum(weights.values())
+        # If no gradient of one process is finite, neither is the error of their scale.
+        weighted = (weight * errors.scales[name] for name, weight in weights.items())
+        return sum(weighted) / total if total else np.nan
