@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.ops import runs_on_triton
 from megatron.core.ops.linear_attention.chunks import (
+    MAX_HEAD_DIM,
     Decays,
     Documents,
     Slab,
@@ -26,9 +27,6 @@ from megatron.core.ops.linear_attention.chunks import (
 )
 from megatron.core.ops.linear_attention.recurrence import recurrent_selective_scan
 from megatron.core.precision import arithmetic_dtype
-
-MAX_HEAD_DIM = 128
-"""Wider heads do not fit into the registers of one Triton program."""
 
 
 def selective_scan(

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.fp8_groups import GRAIN
 from megatron.core.ops.triton.fp8_cast import _float8_bits
 from megatron.core.ops.triton.fp8_scaled_cast import (
     Part,
@@ -21,6 +20,7 @@ from megatron.core.ops.triton.fp8_scaled_cast import (
     scales_of,
 )
 
+GRAIN = 16
 _BLOCK = 256
 _WARPS = 8
 _WHOLE_ROW, _WHOLE_ROWS = 4096, 2
