@@ -381,7 +381,7 @@ def exposed_replica_seconds(plan: Plan, links: Links, stage: StageState, slowest
     ]
     several = [each for each in several if each.gradients]
     copied = sum(_copies_seconds(plan, links, each) for each in several)
-    if ddp.shards_weights and ddp.shards_over(sizes.num_replicas):
+    if ddp.shards_weights_over(sizes.num_replicas):
         return copied + plan.num_microbatches * _by_layer(plan, links, several, slowest)
     reduced = gathered = 0.0
     rounds = 1

@@ -516,7 +516,7 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
     frozen = [each for _, several in parameters for each in several if not each.is_trained]
     num_frozen = sum(each.size for each in frozen)
     weights = sum(each.num_bytes(element) for each in frozen) + rest.weights + experts.weights
-    shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(grid.num_replicas)
+    shards_weights = plan.ddp.shards_weights_over(grid.num_replicas)
     if implementation.caches_float8_weights and model.fp8.fp8_format is not None and not shards_weights:
         # The same weights are in FP8 on every GPU type that has FP8.
         traces = [layer_trace(plan, HOPPER, number) for chunk in chunks for number in chunk.layer_numbers]
@@ -549,7 +549,7 @@ def _trained_state(
     num_trained = num_elements = pool = gathered = optimizer_bytes = 0
     whole = WholeWeights()
     element = ELEMENT_BYTES[plan.model.params_dtype]
-    shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(replicas)
+    shards_weights = plan.ddp.shards_weights_over(replicas)
     for chunk, several in parameters:
         labels = gathered_units(plan.model, chunk) if shards_weights else [0] * len(several)
         chosen = [
@@ -623,9 +623,11 @@ def stage_memory(
 
 def _kept_bytes(plan: Plan, chunks: Sequence[StageContents], implementation: Implementation) -> int:
     """Return the bytes of quantized weights and transposes that this program keeps from micro-batch to micro-batch."""
-    shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(plan.parallel_sizes.num_replicas)
-    is_cast_again = shards_weights or plan.uses_cuda_graphs or plan.model.cpu_offloading_weights
-    if is_cast_again or not (implementation.is_traced and plan.model.fp8.keeps_weights(plan.num_microbatches)):
+    may_keep = plan.model.may_keep_quantized_weights(
+        shards_weights=plan.ddp.shards_weights_over(plan.parallel_sizes.num_replicas),
+        uses_cuda_graphs=plan.uses_cuda_graphs,
+    )
+    if not (may_keep and implementation.is_traced and plan.model.fp8.keeps_weights(plan.num_microbatches)):
         return 0
     numbers = [number for chunk in chunks for number in layer_numbers(plan.model, chunk)]
     traces = (layer_trace(plan, _typical_capability(plan), number) for number in numbers)

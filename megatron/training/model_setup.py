@@ -308,6 +308,10 @@ def build_model_and_optimizer(
     if config.training.cuda_graph_impl == "local":
         backend, training = runtime.device.graph_backend(), config.training
         graphs = record_layers(chunks, backend, training.cuda_graph_warmup_steps, with_ends=training.loss_cuda_graph)
+    may_keep = config.model.may_keep_quantized_weights(
+        shards_weights=config.ddp.shards_weights_over(config.parallel_sizes.num_replicas),
+        uses_cuda_graphs=config.training.cuda_graph_impl != "none",
+    )
     splits_backward = config.pipeline_schedule == "zero-bubble" or config.model.delay_wgrad_compute
     return ModelAndOptimizer(
         chunks=chunks,
@@ -320,7 +324,7 @@ def build_model_and_optimizer(
         weights=weights,
         late_grads=make_late_grads(config, chunks),
         float8=float8,
-        float8_weights=weight_quantizers(chunks) if keeps_float8_weights(config) else (),
+        float8_weights=weight_quantizers(chunks) if may_keep else (),
         expert_loads=loads_of(chunks, config.model, runtime.state),
         qk_clip=qk_clip,
         num_replicas_in_loss=in_loss,
@@ -339,13 +343,6 @@ def check_gemm_activation(model: DecoderConfig, device: Device) -> None:
         raise ConfigurationError("--gemm-activation-fusion needs a CUDA device, and this run is on CPU; omit it")
     if not triton_works():
         raise ConfigurationError("--gemm-activation-fusion needs Triton, which cannot be used here; omit it")
-
-
-def keeps_float8_weights(config: RunConfig) -> bool:
-    """Return whether FP8 weights may be kept for a step: the weights stay in memory, and no CUDA graph casts them."""
-    sharded = config.ddp.shards_weights and config.ddp.shards_over(config.parallel_sizes.num_replicas)
-    is_captured = config.training.cuda_graph_impl != "none"
-    return not (sharded or is_captured or config.model.cpu_offloading_weights)
 
 
 def describe_rounded_gradients(config: RunConfig, device: torch.device) -> str | None:

@@ -67,6 +67,10 @@ class DistributedDataParallelConfig(Config, role="layout", in_args=True):
         """Return whether ``num_replicas`` ranks with the same weights share the optimizer state."""
         return self.shards_optimizer and self.num_shards(num_replicas) > 1
 
+    def shards_weights_over(self, num_replicas: int) -> bool:
+        """Return whether ``num_replicas`` ranks with the same weights each keep only a shard of them."""
+        return self.shards_weights and self.shards_over(num_replicas)
+
     def num_shards(self, num_replicas: int) -> int:
         """Return over how many of the ranks with the same weights state is sharded; the other ranks hold copies."""
         return max(1, num_replicas // self.num_distributed_optimizer_instances)

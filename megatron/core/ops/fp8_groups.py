@@ -14,7 +14,7 @@ import torch
 from megatron.core.device import compute_capability
 from megatron.core.ops.fp8_tensor import E4M3, _cast, scale_of
 from megatron.core.ops.gemm import Groups, RowEnds, group_ends, has_grouped_kernel
-from megatron.core.ops.triton_support import casts_to_float8, runs_on_triton
+from megatron.core.ops.triton_support import casts_on_triton
 
 GRAIN = 16
 """Multiple of rows at which groups start."""
@@ -93,7 +93,7 @@ def quantize_groups(
     Shapes: ``x: [m, width]``, ``source: [n]``, ``group_of: [n / GRAIN]``, without a source ``n = m``.
     """
     x = x.detach().contiguous()
-    if runs_on_triton(x) and casts_to_float8(x.device.type):
+    if casts_on_triton(x):
         from megatron.core.ops.triton import cast_groups
 
         forms = {"plain": plain, "transpose": transpose}

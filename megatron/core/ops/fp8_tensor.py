@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType
 
 from megatron.core.ops.gemm import linear
-from megatron.core.ops.triton_support import casts_to_float8, runs_on_triton
+from megatron.core.ops.triton_support import casts_on_triton, runs_on_triton
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -198,7 +198,7 @@ def quantize_both(
 
     Shapes: ``x: [n, m] -> [n, m], [m, n]``.
     """
-    if x.numel() and runs_on_triton(x) and casts_to_float8(x.device.type):
+    if x.numel() and casts_on_triton(x):
         return _both_on_triton(x.detach().contiguous(), dtype, blocks, plain, transpose, share)
     first = quantize(x, dtype, blocks, scale) if plain or blocks == SQUARES_OF_128 else None
     if not transpose:
@@ -241,7 +241,7 @@ def _both_on_triton(
 def _cast_whole(
     x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, amax: torch.Tensor | None, plain: bool, transpose: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if runs_on_triton(x) and casts_to_float8(x.device.type) and dtype in (E4M3, E5M2):
+    if casts_on_triton(x) and dtype in (E4M3, E5M2):
         from megatron.core.ops.triton import cast_and_transpose
 
         return cast_and_transpose(x, dtype, scale, amax, plain, transpose)

@@ -29,7 +29,7 @@ from megatron.core.ops.fp8_tensor import (
     scale_of,
     swizzled,
 )
-from megatron.core.ops.triton_support import casts_to_float8, runs_on_triton
+from megatron.core.ops.triton_support import casts_on_triton
 
 SEGMENT = SEGMENTS_OF_16.columns
 """Elements along the summed dimension that share an E4M3 scale, and that a Hadamard transform mixes."""
@@ -161,7 +161,7 @@ def amaxes(x: torch.Tensor, *, plain: bool, transpose: bool) -> torch.Tensor:
 
     Shapes: ``x: [n, m] -> [1]`` or ``[2]`` float32.
     """
-    if _is_on_triton(x):
+    if casts_on_triton(x):
         from megatron.core.ops.triton import nvfp4_amaxes
 
         return nvfp4_amaxes(x, SIGNS, plain=plain, transpose=transpose)
@@ -183,7 +183,7 @@ def quantize_segments(
 
     Shapes: ``x: [n, m]``, keys ``[results, n]``, columns ``[m] -> [n, m]`` and ``[m, n]``.
     """
-    if _is_on_triton(x):
+    if casts_on_triton(x):
         from megatron.core.ops.triton import cast_to_nvfp4
 
         drawn = None if random is None else (*random[0], random[1])
@@ -206,7 +206,7 @@ def quantize_squares(x: torch.Tensor, *, plain: bool, transpose: bool) -> list[N
 
     Shapes: ``x: [n, m] -> [n, m]`` and ``[m, n]``.
     """
-    if _is_on_triton(x):
+    if casts_on_triton(x):
         from megatron.core.ops.triton import cast_to_nvfp4
 
         amax = amaxes(x, plain=True, transpose=False)
@@ -222,10 +222,6 @@ def _sides(x: torch.Tensor, plain: bool, transpose: bool) -> list[torch.Tensor]:
 
 def _of_segments(data: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor) -> Nvfp4Matrix:
     return Nvfp4Matrix(data, scale, SEGMENTS_OF_16, tensor_scale)
-
-
-def _is_on_triton(x: torch.Tensor) -> bool:
-    return runs_on_triton(x) and casts_to_float8(x.device.type)
 
 
 def _codes(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:

@@ -26,6 +26,11 @@ def is_on_triton_device(*tensors: torch.Tensor) -> bool:
     return all(x.device.type == _DEVICE and has_readable_memory(x) for x in tensors) and triton_works()
 
 
+def casts_on_triton(x: torch.Tensor) -> bool:
+    """Return whether Triton kernels can cast this tensor to FP8 here."""
+    return runs_on_triton(x) and casts_to_float8(x.device.type)
+
+
 def has_readable_memory(x: torch.Tensor) -> bool:
     """Return whether a kernel can read this tensor's memory; dry runs, which launch no kernels, override this."""
     return type(x) in (torch.Tensor, torch.nn.Parameter)

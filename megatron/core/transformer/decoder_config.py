@@ -880,6 +880,10 @@ class DecoderConfig(ParallelConfig, in_args=True):
         """Return the number of first layers of each model chunk whose saved activations are offloaded."""
         return self.cpu_offloading_num_layers if self.cpu_offloading else 0
 
+    def may_keep_quantized_weights(self, *, shards_weights: bool, uses_cuda_graphs: bool) -> bool:
+        """Return whether FP8 and NVFP4 weights may be kept: weights stay in memory, and no CUDA graph casts them."""
+        return not (shards_weights or uses_cuda_graphs or self.cpu_offloading_weights)
+
     @property
     def activation(self) -> str:
         """Return the activation: a registered name, the name of its flag, or gelu_tanh or gelu (the exact form)."""

@@ -24,8 +24,6 @@ class SourceAttention(SelfAttention):
     Shapes: as for `SelfAttention`.
     """
 
-    shared: SharedTensors | None = None
-
     def forward(
         self,
         x: torch.Tensor,
@@ -36,21 +34,20 @@ class SourceAttention(SelfAttention):
         shared: SharedTensors | None = None,
     ) -> LayerOutput:
         """Return the attention output; keys and values are read from and added to ``shared``."""
-        self.shared = shared
-        try:
-            return super().forward(x, pattern, angles, cache, dropout)
-        finally:
-            self.shared = None
+        assert shared is not None, "the layer passes the shared tensors"
+        assert self.cp.size == 1 or (cache is None and pattern.mask is None), "a cache or a mask is of whole sequences"
+        angles = self.own_angles(angles)
+        heads = self._shared_heads(x, angles, cache, shared)
+        return LayerOutput(self.linear_proj(self._weighted(*heads, pattern, dropout, angles)))
 
-    def _query_key_value(
-        self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
+    def _shared_heads(
+        self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None, shared: SharedTensors
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        assert self.shared is not None, "the layer passes the shared tensors"
         query, key, value = self.projected(x, angles)
-        self.shared.new[self.layer_number] = key, value
+        shared.new[self.layer_number] = key, value
         if cache is not None:
             key, value = cache.update(self.layer_number, key, value)
-        self.shared.all[self.layer_number] = key, value
+        shared.all[self.layer_number] = key, value
         return query, key, value
 
 
@@ -76,11 +73,10 @@ class BorrowingAttention(SourceAttention):
         )
         self.q_layernorm = self._norm(config, config.num_attention_heads, tp, device) if config.qk_layernorm else None
 
-    def _query_key_value(
-        self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
+    def _shared_heads(
+        self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None, shared: SharedTensors
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        assert self.shared is not None, "the layer passes the shared tensors"
-        return self.split_query(self.linear_q(x), angles), *self.shared.all[self.source]
+        return self.split_query(self.linear_q(x), angles), *shared.all[self.source]
 
     def split_query(self, query: torch.Tensor, angles: RotaryAngles | None) -> torch.Tensor:
         """Split the projection's output into heads, and normalize and rotate them as configured.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from megatron.core.layer_output import LayerOutput
@@ -75,21 +77,12 @@ class SingleBranchLayer(TransformerLayer):
             after = of_sample.after_feed_forward if self.has_feed_forward else of_sample.after_attention
             keys = after(self.layer_number)
         self.hand_keys(dropout)
-        if ahead is None or ahead.normalized is None:
-            x, normalized = self.input_layernorm(x)
-        else:
-            normalized, ahead.normalized = ahead.normalized, None
+        x, normalized = self._first_norm(x, ahead)
         with self._recomputed(self.input_layernorm, x, normalized):
             if not self.has_feed_forward:
                 mixer = getattr(self, self.name_of_branch)
                 branch, losses = mixer(normalized, pattern, angles, cache, dropout)
-            elif self.recomputes_mlp and self.training:
-                branch, losses = recompute(self._feed, normalized, dropout, padding_mask, x)
             else:
-                branch, losses = self._feed(normalized, dropout, padding_mask, x)
-        branch, probability = self._scaled(branch), self.hidden_dropout.probability
-        if ahead is None or ahead.following is None:
-            x = self.add_branch(x, branch, keys, probability)
-        else:
-            x, ahead.normalized = ahead.following(x, branch, keys, probability)
-        return LayerOutput(x, losses)
+                feed = partial(recompute, self._feed) if self.recomputes_mlp and self.training else self._feed
+                branch, losses = feed(normalized, dropout, padding_mask, x)
+        return LayerOutput(self._add_last(x, self._scaled(branch), keys, ahead), losses)

@@ -6,13 +6,14 @@ import pkgutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.layer_output import LayerOutput
-from megatron.core.ops import AttentionPattern, DropoutKeys, Nvfp4Quantizers
+from megatron.core.ops import AttentionPattern, DropoutKeys, Nvfp4Quantizers, RowKeys
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
@@ -212,10 +213,7 @@ class TransformerLayer(nn.Module):
             fed_keys = keys.after_feed_forward(self.layer_number)
         probability = self.hidden_dropout.probability
         self.hand_keys(dropout)
-        if ahead is None or ahead.normalized is None:
-            x, normalized = self.input_layernorm(x)
-        else:
-            normalized, ahead.normalized = ahead.normalized, None
+        x, normalized = self._first_norm(x, ahead)
         with self._recomputed(self.input_layernorm, x, normalized):
             more = (shared,) if isinstance(self.self_attention, SourceAttention) else ()
             attended, losses = self.self_attention(normalized, pattern, angles, cache, dropout, *more)
@@ -228,10 +226,8 @@ class TransformerLayer(nn.Module):
             stream = x
         norm = self.input_layernorm if self.shares_norm else self.pre_mlp_layernorm
         with self._recomputed(norm, stream, normalized):
-            if self.recomputes_mlp and self.training:
-                fed, more_losses = recompute(self._feed, normalized, dropout, padding_mask, stream)
-            else:
-                fed, more_losses = self._feed(normalized, dropout, padding_mask, stream)
+            feed = partial(recompute, self._feed) if self.recomputes_mlp and self.training else self._feed
+            fed, more_losses = feed(normalized, dropout, padding_mask, stream)
         branch = self._scaled(self.post_mlp_layernorm(fed))
         if self.per_layer_input is not None:
             assert shared is not None, "the model passes the inputs of all layers"
@@ -239,14 +235,29 @@ class TransformerLayer(nn.Module):
             branch = self.per_layer_input(x, shared.per_layer[self.layer_number])
         if self.layer_scalar is not None:
             x = self.add_branch(x, branch, fed_keys, probability) * self.layer_scalar
-        elif ahead is None or ahead.following is None:
-            x = self.add_branch(x, branch, fed_keys, probability)
         else:
-            x, ahead.normalized = ahead.following(x, branch, fed_keys, probability)
+            x = self._add_last(x, branch, fed_keys, ahead)
         return LayerOutput(x, losses + more_losses)
 
     def _scaled(self, branch: torch.Tensor) -> torch.Tensor:
         return branch if self.residual_multiplier == 1.0 else branch * self.residual_multiplier
+
+    def _first_norm(self, x: torch.Tensor, ahead: NormAhead | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual stream and its first norm, which the previous layer may have computed."""
+        if ahead is None or ahead.normalized is None:
+            x, normalized = self.input_layernorm(x)
+        else:
+            normalized, ahead.normalized = ahead.normalized, None
+        return x, normalized
+
+    def _add_last(
+        self, x: torch.Tensor, branch: torch.Tensor, keys: RowKeys | None, ahead: NormAhead | None
+    ) -> torch.Tensor:
+        """Add the layer's last branch, and give the next layer its first norm."""
+        if ahead is None or ahead.following is None:
+            return self.add_branch(x, branch, keys, self.hidden_dropout.probability)
+        x, ahead.normalized = ahead.following(x, branch, keys, self.hidden_dropout.probability)
+        return x
 
     def _feed(
         self,

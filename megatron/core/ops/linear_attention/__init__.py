@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from megatron.core.ops.linear_attention.chunks import MIN_LOG_DECAY
+    from megatron.core.ops.linear_attention.chunks import MAX_HEAD_DIM, MIN_LOG_DECAY
     from megatron.core.ops.linear_attention.convolution import causal_convolution
     from megatron.core.ops.linear_attention.delta_rule import gated_delta_rule
     from megatron.core.ops.linear_attention.recurrence import (
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
-        "chunks": "MIN_LOG_DECAY",
+        "chunks": "MAX_HEAD_DIM MIN_LOG_DECAY",
         "convolution": "causal_convolution",
         "delta_rule": "gated_delta_rule",
         "recurrence": (

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+MAX_HEAD_DIM = 128
+"""Wider heads of a selective scan do not fit into the registers of one Triton program."""
 MIN_LOG_DECAY = -50.0
 """Stronger decay is computed as this one, 2e-22 per position, which keeps differences of sums of decays precise."""
 _SLAB_ELEMENTS = 1 << 18

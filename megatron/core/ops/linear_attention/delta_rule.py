@@ -32,6 +32,9 @@ from megatron.core.ops.linear_attention.chunks import (
 from megatron.core.ops.linear_attention.recurrence import recurrent_gated_delta_rule
 from megatron.core.precision import arithmetic_dtype
 
+MAX_KEY_DIM = 256
+"""A Triton program keeps the state's rows of all channels of the keys in registers, in at most two blocks."""
+
 
 def gated_delta_rule(
     q: torch.Tensor,
@@ -60,18 +63,11 @@ def gated_delta_rule(
         ValueError: ``chunk_size`` is no power of two.
     """
     arguments = q, k, v, log_decay, beta, initial_state, document_starts
-    chunked = _TritonGatedDeltaRule if _is_on_triton(q, k, v, log_decay, beta) else _GatedDeltaRule
+    is_on_triton = runs_on_triton(q, k, v, log_decay, beta) and q.shape[-1] <= MAX_KEY_DIM
+    chunked = _TritonGatedDeltaRule if is_on_triton else _GatedDeltaRule
     return run_in_chunks(
         chunked, recurrent_gated_delta_rule, *arguments, return_state=return_state, chunk_size=chunk_size
     )
-
-
-def _is_on_triton(q: torch.Tensor, *others: torch.Tensor) -> bool:
-    if not runs_on_triton(q, *others):
-        return False
-    from megatron.core.ops.triton import MAX_KEY_DIM
-
-    return q.shape[-1] <= MAX_KEY_DIM
 
 
 class _TritonGatedDeltaRule(torch.autograd.Function):

@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.ops import runs_on_triton
 from megatron.core.ops.linear_attention.chunks import (
+    MAX_HEAD_DIM,
     Decays,
     Documents,
     Slab,
@@ -55,18 +56,11 @@ def selective_scan(
         ValueError: ``chunk_size`` is no power of two.
     """
     arguments = x, dt, A, B, C, D, initial_state, document_starts
-    chunked = _TritonSelectiveScan if _is_on_triton(x, dt, A, B, C) else _SelectiveScan
+    is_on_triton = runs_on_triton(x, dt, A, B, C) and x.shape[-1] <= MAX_HEAD_DIM
+    chunked = _TritonSelectiveScan if is_on_triton else _SelectiveScan
     return run_in_chunks(
         chunked, recurrent_selective_scan, *arguments, return_state=return_state, chunk_size=chunk_size
     )
-
-
-def _is_on_triton(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    if not runs_on_triton(x, *others):
-        return False
-    from megatron.core.ops.triton import MAX_HEAD_DIM
-
-    return x.shape[-1] <= MAX_HEAD_DIM
 
 
 class _TritonSelectiveScan(torch.autograd.Function):

@@ -16,18 +16,14 @@ if TYPE_CHECKING:
     from megatron.core.ops.triton.fp8_cast import cast_and_transpose
     from megatron.core.ops.triton.fp8_group_cast import cast_groups
     from megatron.core.ops.triton.fp8_scaled_cast import amaxes, cast_rows, cast_segments, cast_squares, scales_of
-    from megatron.core.ops.triton.gated_delta_rule import (
-        MAX_KEY_DIM,
-        gated_delta_rule_gradients,
-        gated_delta_rule_output,
-    )
+    from megatron.core.ops.triton.gated_delta_rule import gated_delta_rule_gradients, gated_delta_rule_output
     from megatron.core.ops.triton.gated_norm import MAX_GROUP_WIDTH, gate_and_normalize
     from megatron.core.ops.triton.gemm_activation import activation_input_gradient, linear_with_activation
     from megatron.core.ops.triton.nvfp4_cast import cast_to_nvfp4, nvfp4_amaxes
     from megatron.core.ops.triton.probe import probe_float8
     from megatron.core.ops.triton.query_key_value import rotate_query_and_key, split_and_rotate, split_with_bias
     from megatron.core.ops.triton.residual import MAX_WIDTH, add_and_normalize, drop_hidden
-    from megatron.core.ops.triton.selective_scan import MAX_HEAD_DIM, scan_chunks, scan_gradients
+    from megatron.core.ops.triton.selective_scan import scan_chunks, scan_gradients
     from megatron.core.ops.triton.token_rows import add_groups, combine_gradients, gather_rows, sum_rows
 
 __getattr__ = lazy_exports(
@@ -42,14 +38,14 @@ __getattr__ = lazy_exports(
         "fp8_cast": "cast_and_transpose",
         "fp8_group_cast": "cast_groups",
         "fp8_scaled_cast": "amaxes cast_rows cast_segments cast_squares scales_of",
-        "gated_delta_rule": "MAX_KEY_DIM gated_delta_rule_gradients gated_delta_rule_output",
+        "gated_delta_rule": "gated_delta_rule_gradients gated_delta_rule_output",
         "gated_norm": "MAX_GROUP_WIDTH gate_and_normalize",
         "gemm_activation": "activation_input_gradient linear_with_activation",
         "nvfp4_cast": "cast_to_nvfp4 nvfp4_amaxes",
         "probe": "probe_float8",
         "query_key_value": "rotate_query_and_key split_and_rotate split_with_bias",
         "residual": "MAX_WIDTH add_and_normalize drop_hidden",
-        "selective_scan": "MAX_HEAD_DIM scan_chunks scan_gradients",
+        "selective_scan": "scan_chunks scan_gradients",
         "token_rows": "add_groups combine_gradients gather_rows sum_rows",
     },
 )

@@ -24,8 +24,6 @@ import triton.language as tl
 
 from megatron.core.ops.linear_attention import MIN_LOG_DECAY
 
-MAX_KEY_DIM = 256
-"""A program keeps the state's rows of all channels of the keys in registers, in at most two blocks."""
 _MAX_KEY_BLOCK = 128
 _MIN_BLOCK = 16
 """Least size of a matmul's operands, and of a chunk."""

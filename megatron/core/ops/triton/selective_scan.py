@@ -19,10 +19,8 @@ import triton
 import triton.language as tl
 
 from megatron.core.device import compute_capability
-from megatron.core.ops.linear_attention import MIN_LOG_DECAY
+from megatron.core.ops.linear_attention import MAX_HEAD_DIM, MIN_LOG_DECAY
 
-MAX_HEAD_DIM = 128
-"""Wider heads do not fit into the registers of one program."""
 _MIN_OPERAND = 16
 """Smallest dimension of a matmul's operand."""
 _BLOCKS = {torch.bfloat16: (64, 64, 32, 64), torch.float32: (32, 32, 16, 64)}

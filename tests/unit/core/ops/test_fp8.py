@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import ScalingType
 
-from megatron.core.ops import fp8_quantizers, fp8_tensor
+from megatron.core.ops import fp8_quantizers, triton_support
 from megatron.core.ops import fp8_tensor as fp8_tensor_module
 from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers, weights_kept
 from megatron.core.ops.fp8_tensor import (
@@ -113,8 +113,8 @@ def test_scales_are_given_to_torch_in_the_form_that_it_asks_for(monkeypatch: pyt
 def test_torch_casts_where_there_is_no_program_for_it(
     monkeypatch: pytest.MonkeyPatch, on_triton: bool, casts: bool
 ) -> None:
-    monkeypatch.setattr(fp8_tensor, "runs_on_triton", lambda x: on_triton)
-    monkeypatch.setattr(fp8_tensor, "casts_to_float8", lambda device: casts)
+    monkeypatch.setattr(triton_support, "runs_on_triton", lambda x: on_triton)
+    monkeypatch.setattr(triton_support, "casts_to_float8", lambda device: casts)
     x = torch.randn(6, 10)
     plain, _ = quantize_whole(x, E4M3, torch.ones(1, 1), None, transpose=False)
     assert plain is not None

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 import torch
 
 from tests.harness.distributed import run_distributed
+from tests.unit.core.ops.compiled import SHARED_BYTES, Program, compile_programs
 from tests.unit.core.ops.interpreted import needs_triton
 
 pytestmark = needs_triton
@@ -27,30 +25,8 @@ MAX_WIDE_GATE_STACK_BYTES = 40
 """Of the spilled registers of a thread in the gradient of a gated norm of 8192 channels, of which it has 8."""
 MAX_CONVOLUTION_REGISTERS = 96
 """Its threads load all places of their windows at once."""
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Of which a program may take all (CUDA C++ Programming Guide, technical specifications per compute capability)."""
 MAX_STACK_BYTES = {"bf16 per head": 0, "bf16 per channel": 80, "fp32 per head": 272, "fp32 per channel": 256}
 """Of the spilled registers of a thread, in programs with matmuls: operands of float32 are split into parts."""
-Program = tuple[str, Any, dict[str, Any], dict[str, Any], int]
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """Hold what a program takes of a GPU, and how many instructions move 16 bytes and how many 2.
-
-    Copies are asynchronous ones to shared memory. Matmuls are instructions of tensor cores.
-    """
-
-    name: str
-    registers: int
-    stack_bytes: int
-    shared_bytes: int
-    wide_loads: int
-    wide_stores: int
-    narrow_accesses: int
-    wide_copies: int
-    narrow_copies: int
-    matmuls: int
 
 
 def programs(capability: int) -> Iterator[Program]:
@@ -248,60 +224,12 @@ def matmul_programs(capability: int) -> Iterator[Program]:
             yield f"{name}, gradients", rule.gradients_program, arguments, sizes | more, 8
 
 
-def compile_programs(
-    capability: int,
-    folder: Path,
-    odd_is_one: bool = False,
-    of: Callable[[int], Iterator[Program]] = programs,
-    **options: int,
-) -> list[Compiled]:
-    """Compile programs; with ``odd_is_one`` as at a launch where every "odd" number is 1, which is built in."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    triton.knobs.cache.dir = str(folder / "cache")
-    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    results = []
-    for name, program, kinds, sizes, num_warps in of(capability):
-        signature, constants, attributes = {}, dict(sizes), {}
-        for place, argument in enumerate(program.arg_names):
-            kind = "constexpr" if argument in sizes else kinds.get(argument, "*bf16")
-            if kind is None:
-                constants[argument] = None
-            elif kind == "odd" and odd_is_one:
-                kind, constants[argument] = "constexpr", 1
-            # As at a launch: pointers, and numbers that are no "odd" ones, are multiples of 16.
-            elif kind in ("i32", "i64", "*bf16", "*fp32", "*fp64", "*i32", "*i64", "*u8"):
-                attributes[(place,)] = [["tt.divisibility", 16]]
-            signature[argument] = {None: "constexpr", "odd": "i32"}.get(kind, kind)
-        source = ASTSource(fn=program, signature=signature, constexprs=constants, attrs=attributes)
-        target = GPUTarget("cuda", capability, 32)
-        compiled = triton.compile(source, target=target, options={"num_warps": num_warps, **options})
-        binary = folder / "program.cubin"
-        binary.write_bytes(compiled.asm["cubin"])
-        usage = subprocess.run([disassembler, "--dump-resource-usage", binary], capture_output=True, text=True).stdout
-        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-        assert found is not None, usage
-        accesses = re.findall(r"(ld|st)\.global(\S*)", compiled.asm["ptx"])
-        wide = [direction for direction, width in accesses if width.endswith(".v4.b32")]
-        narrow = sum(width.endswith("b16") for _, width in accesses)
-        registers, stack = map(int, found.groups())
-        shared = compiled.metadata.shared
-        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global\S* .*?, (0x[0-9a-f]+|\d+)", compiled.asm["ptx"])
-        wide_copies = sum(int(size, 0) == 16 for size in copies)
-        moved = wide.count("ld"), wide.count("st"), narrow, wide_copies, len(copies) - wide_copies
-        matmuls = len(re.findall(r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", compiled.asm["ptx"]))
-        results.append(Compiled(name, registers, stack, shared, *moved, matmuls))
-    return results
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     "capability", [pytest.param(80, marks=pytest.mark.long), 90, pytest.param(100, marks=pytest.mark.long)]
 )
 def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability: int, tmp_path: Path) -> None:
-    (results,) = run_distributed(1, compile_programs, capability, tmp_path, timeout_s=120.0)
+    (results,) = run_distributed(1, compile_programs, programs, capability, tmp_path, timeout_s=120.0)
     assert len(results) == NUM_PROGRAMS + NUM_FLOAT8 * (capability >= MIN_FLOAT8_CAPABILITY)
     for result in results:
         is_wide_gate = result.name == "gated Norm's gradient, 8192, gate first"
@@ -324,7 +252,7 @@ def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability:
 
 @pytest.mark.long
 def test_programs_compile_for_one_row_one_sample_and_one_head(tmp_path: Path) -> None:
-    (results,) = run_distributed(1, compile_programs, 90, tmp_path, odd_is_one=True, timeout_s=120.0)
+    (results,) = run_distributed(1, compile_programs, programs, 90, tmp_path, odd_is_one=True, timeout_s=120.0)
     assert len(results) == NUM_PROGRAMS + NUM_FLOAT8
 
 
@@ -337,7 +265,7 @@ def check_matmul_programs(capability: int, folder: Path) -> None:
         def some(capability: int, of_wide_keys: bool = of_wide_keys) -> Iterator[Program]:
             return (each for each in matmul_programs(capability) if each[0].endswith("wide keys") == of_wide_keys)
 
-        results += compile_programs(capability, folder, of=some, num_stages=num_stages)
+        results += compile_programs(some, capability, folder, num_stages=num_stages)
     assert len(results) == 33
     for result in results:
         assert result.stack_bytes <= MAX_STACK_BYTES.get(result.name.partition(",")[0], 0), result
@@ -376,7 +304,7 @@ def check_gemm_programs(capability: int, folder: Path) -> None:
     tiles = gemm_activation.TILES if capability >= 90 else gemm_activation.TILES_BEFORE_HOPPER
     for tile in (*tiles, gemm_activation.WIDE_TILE):
         of = partial(gemm_programs, tile=tile)
-        results = compile_programs(capability, folder, of=of, num_stages=tile.num_stages)
+        results = compile_programs(of, capability, folder, num_stages=tile.num_stages)
         assert len(results) == (6 if tile.columns == 256 else 3 if tile is gemm_activation.WIDE_TILE else 2)
         for result in results:
             assert result.stack_bytes == 0, result

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.ops.linear_attention import recurrent_selective_scan, selective_scan
+from megatron.core.ops.linear_attention import MAX_HEAD_DIM, recurrent_selective_scan, selective_scan
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.mamba_mixer import GatedNorm
 from megatron.planner.simulation.fake_triton import recorded_programs
 from megatron.planner.simulation.recorder import Recorder
 from tests.harness.distributed import run_distributed
 from tests.harness.triton_interpreter import round_to_bfloat16
+from tests.unit.core.ops.compiled import SHARED_BYTES, Compiled, Program, compile_programs
 from tests.unit.core.ops.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
 
 pytestmark = needs_triton
@@ -190,8 +189,6 @@ def test_strong_decays_are_finite() -> None:
 
 def check_choice() -> None:
     torch.manual_seed(34)
-    from megatron.core.ops.triton import MAX_HEAD_DIM
-
     for head_dim, dtype, expected in [
         (MAX_HEAD_DIM, torch.float32, "_TritonSelectiveScan"),
         (MAX_HEAD_DIM + 1, torch.float32, "_SelectiveScan"),
@@ -321,18 +318,6 @@ def test_norms_of_wide_groups_and_float64_are_computed_by_torch() -> None:
     interpret(check_choice_of_norm)
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """Registers and spilled bytes per thread of a program, and shared memory of an instance."""
-
-    name: str
-    registers: int
-    stack_bytes: int
-    shared_bytes: int
-
-
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Most shared memory of an instance."""
 _FLOAT32 = (
     "dt",
     "A",
@@ -344,49 +329,30 @@ _FLOAT32 = (
     "last_state_grad",
     "initial_grad",
 )
-_ROWS = ("grad", "x", "B", "C", "D", "output", "x_grad", "B_grad", "C_grad")
+_ROWS = ("grad", "x", "B", "C", "D", "output", "x_grad", "B_grad", "C_grad", "states", "state_grads")
 
 
-def compile_programs(
+def compile_scan(
     capability: int, folder: Path, precision: str, has_rest: bool, head_dim: int = 64, state_dim: int = 128
 ) -> list[Compiled]:
     """Compile the programs with or without optional arguments, by default for Mamba-2's usual sizes."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from megatron.core.ops.triton import selective_scan as programs
 
-    triton.knobs.cache.dir = str(folder / "cache")
-    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    absent = ("D", "D_parts", "starts", "initial_state", "last_state", "last_state_grad", "initial_grad")
     dtype, rows = (torch.bfloat16, "*bf16") if precision == "bf16" else (torch.float32, "*fp32")
-    results = []
-    for program, length, dims, states, num_warps in _launches(programs, dtype, head_dim, capability):
-        sizes = {"HEAD_DIM": head_dim, "STATE_DIM": state_dim, "LOWEST": -50.0, "PRECISION": precision}
-        sizes |= {"LENGTH": length, "DIMS": dims, "STATES": states}
-        signature: dict[str, str] = {}
-        constants: dict[str, Any] = dict(sizes)
-        attributes = {}
-        for place, argument in enumerate(program.arg_names):
-            if argument in sizes or (not has_rest and argument in absent):
-                signature[argument] = "constexpr"
-                constants.setdefault(argument, None)
-                continue
-            kind = "*fp32" if argument in _FLOAT32 else rows if argument in (*_ROWS, "states", "state_grads") else "i32"
-            signature[argument] = "*u8" if argument == "starts" else kind
-            if argument not in ("num_positions", "heads_per_group"):
-                attributes[(place,)] = [["tt.divisibility", 16]]
-        source = ASTSource(fn=program, signature=signature, constexprs=constants, attrs=attributes)
-        options = {"num_warps": num_warps, "num_stages": programs._NUM_STAGES}
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        binary = folder / "program.cubin"
-        binary.write_bytes(compiled.asm["cubin"])
-        usage = subprocess.run([disassembler, "--dump-resource-usage", binary], capture_output=True, text=True).stdout
-        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-        assert found is not None, usage
-        results.append(Compiled(program.__name__, *map(int, found.groups()), compiled.metadata.shared))
-    return results
+    kinds: dict[str, Any] = dict.fromkeys(_FLOAT32, "*fp32") | dict.fromkeys(_ROWS, rows) | {"starts": "*u8"}
+    kinds |= {"num_positions": "odd", "heads_per_group": "odd"}
+    if not has_rest:
+        absent = ("D", "D_parts", "starts", "initial_state", "last_state", "last_state_grad", "initial_grad")
+        kinds |= dict.fromkeys(absent)
+
+    def each(capability: int) -> Iterator[Program]:
+        for program, length, dims, states, num_warps in _launches(programs, dtype, head_dim, capability):
+            sizes = {"HEAD_DIM": head_dim, "STATE_DIM": state_dim, "LOWEST": -50.0, "PRECISION": precision}
+            sizes |= {"LENGTH": length, "DIMS": dims, "STATES": states}
+            numbers = dict.fromkeys(program.arg_names, "i32")
+            yield program.__name__, program, numbers | kinds, sizes, num_warps
+
+    return compile_programs(each, capability, folder, num_stages=programs._NUM_STAGES)
 
 
 def _launches(
@@ -428,7 +394,7 @@ def _launches(
 def test_programs_fit_into_registers_and_shared_memory(
     capability: int, precision: str, has_rest: bool, max_stack: int, tmp_path: Path
 ) -> None:
-    (results,) = run_distributed(1, compile_programs, capability, tmp_path, precision, has_rest, timeout_s=300.0)
+    (results,) = run_distributed(1, compile_scan, capability, tmp_path, precision, has_rest, timeout_s=300.0)
     assert len(results) == 5
     for result in results:
         assert result.stack_bytes <= max_stack, result
@@ -440,7 +406,7 @@ def test_programs_fit_into_registers_and_shared_memory(
 def test_programs_of_wide_heads_and_states_fit_into_registers_and_shared_memory(
     capability: int, tmp_path: Path
 ) -> None:
-    (results,) = run_distributed(1, compile_programs, capability, tmp_path, "bf16", True, 128, 256, timeout_s=300.0)
+    (results,) = run_distributed(1, compile_scan, capability, tmp_path, "bf16", True, 128, 256, timeout_s=300.0)
     # Before Hopper the backward pass computes the states in chunks of its own.
     assert len(results) == (6 if capability < 90 else 5)
     for result in results:
