@@ -144,6 +144,12 @@ def test_the_norm_of_parameters_waits_for_their_gather(servers: Servers) -> None
 
 
 @pytest.mark.full
+def test_a_captured_loss_keeps_the_logits_that_its_backward_pass_reads(servers: Servers) -> None:
+    scenario = scenario_of("graphs of the loss, chunks, pipeline")
+    assert servers.of(scenario).run(scenario).fault == ""
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [

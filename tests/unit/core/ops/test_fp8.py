@@ -88,11 +88,13 @@ def test_a_device_is_given_whole_blocks_only(
 def test_scales_are_given_to_torch_in_the_form_that_it_asks_for(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     given: list[Any] = []
 
-    def multiply(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-        assert a.is_contiguous()
-        assert b.t().is_contiguous()
-        given[:] = [*scales, out_dtype]
-        return (a.float() @ b.float()).to(out_dtype)
+    def multiply(
+        *, input: torch.Tensor, mat2: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        assert input.is_contiguous()
+        assert mat2.t().is_contiguous()
+        given[:] = [scale_a, scale_b, out_dtype]
+        return (input.float() @ mat2.float()).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
     left, right = operands(recipe, (32, 256, 16), E4M3)
