@@ -407,11 +407,13 @@ def test_experts_that_are_multiplied_at_once_are_those_one_by_one(pads: bool) ->
             ends = RowEnds(torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32))
             groups = PaddedGroups.of(ends, len(x), x.device)
             if pads:
-                output = _Float8Groups.apply(x, weight, groups, quantizers[0], None, True)[groups.place]
+                padded = _Float8Groups.apply(x, weight, groups, quantizers[0], None, True, False)
+                output = padded[groups.order.slots.flatten()]
             else:
                 # Rows of padding may have any values.
-                padded = x.new_full((len(groups.source), 64), torch.nan).index_copy(0, groups.place, x)
-                output = _Float8Groups.apply(padded, weight, groups, quantizers[0], None, False)
+                rows = x.new_full((len(groups.order.choices), 64), torch.nan)
+                padded = rows.index_copy(0, groups.order.slots.flatten(), x)
+                output = _Float8Groups.apply(padded, weight, groups, quantizers[0], None, False, True)
         else:
             output = float8_grouped_linear(x, weight, None, counts, quantizers, adds_bias=False, library="auto")
         output.backward(torch.randn(output.shape, device="cuda").bfloat16())

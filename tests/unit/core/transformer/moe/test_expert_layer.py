@@ -448,7 +448,7 @@ def test_weight_gradients_that_are_deferred_are_the_same() -> None:
     for late in (None, []):
         for weight in weights:
             attach_main_grad(weight, MainGrad(torch.zeros_like(weight)))
-        layer.experts(rows, [2, 0, 3, 1, 0, 3], late).square().sum().backward()
+        layer.experts(rows, [2, 0, 3, 1, 0, 3], late=late).square().sum().backward()
         main_grads = [each for each in map(main_grad_of, weights) if each is not None]
         if late is not None:
             assert len(late) == 2
@@ -461,7 +461,7 @@ def test_weight_gradients_that_are_deferred_are_the_same() -> None:
         assert torch.equal(at_once, deferred)
     # Nothing runs after the experts if their input needs no gradient.
     late = []
-    layer.experts(rows.detach(), [2, 0, 3, 1, 0, 3], late).square().sum().backward()
+    layer.experts(rows.detach(), [2, 0, 3, 1, 0, 3], late=late).square().sum().backward()
     assert late == []
 
 
