@@ -120,8 +120,10 @@ def quantize_groups(
         from megatron.core.ops.triton import cast_groups
 
         forms = {"plain": plain, "transpose": transpose}
-        choices, *sizes = (None, 1, 0) if order is None else (order.choices, order.per_token, order.slots.numel())
-        first, second = cast_groups(x, choices, *sizes, group_of, num_groups, is_padded=is_padded, **forms)
+        choices, per_token, count = None, 1, 0
+        if order is not None:
+            choices, per_token, count = order.choices, order.per_token, order.slots.numel()
+        first, second = cast_groups(x, choices, per_token, count, group_of, num_groups, is_padded=is_padded, **forms)
         return QuantizedGroups(*(first or (None, None)), *(second or (None, None)))
     rows = x
     if order is not None and not is_padded:
