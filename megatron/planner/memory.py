@@ -206,11 +206,11 @@ HOPPER, _BLACKWELL = (9, 0), (10, 0)
 
 
 def _typical_capability(plan: Plan) -> tuple[int, int]:
-    """Return the compute capability of a GPU that has the matmuls of a plan; weights are the same on all of them."""
+    """Return the compute capability of the traces if no GPU type is given: of one that has the plan's matmuls.
+
+    Weights are the same on all of them.
+    """
     return HOPPER if plan.model.fp8.fp4_format is None else _BLACKWELL
-
-
-"""Compute capability of the traces if no GPU type is given."""
 
 
 def model_pieces(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> ModelPieces:

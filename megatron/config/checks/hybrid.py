@@ -30,7 +30,7 @@ _OF_ATTENTION = (
     *("v_layernorm", "attention_k_eq_v", "global_kv_channels", "global_num_query_groups"),
     *("add_qkv_bias", "disable_qkv_bias", "add_proj_bias", "disable_proj_bias"),
 )
-_OF_FEED_FORWARD = (*GATED_ACTIVATIONS, "xielu", "mlp_output_multiplier")
+_OF_FEED_FORWARD = (*GATED_ACTIVATIONS, "xielu", "mlp_output_multiplier", "gemm_activation_fusion")
 _GIVEN_FOR_ATTENTION = (
     *("softmax_scale", "query_pre_attn_scalar", "use_rotary_position_embeddings", "rotary_base", "rotary_base_local"),
     *("rotary_ntk_alpha", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor"),

@@ -960,7 +960,8 @@ def _check_balancing(config: RunConfig) -> Iterator[str]:
 def _check_dispatch(config: RunConfig) -> Iterator[str]:
     moe = config.model.moe
     if moe.asks_for_deepep and moe.num_experts is not None and moe.moe_deepep_num_sms % 2:
-        yield f"--moe-deepep-num-sms {moe.moe_deepep_num_sms}: an even number is expected"
+        number = moe.moe_deepep_num_sms
+        yield f"--moe-deepep-num-sms {number}: an even number is expected; use {number + 1}"
     if moe.moe_token_dispatcher_type != "allgather" or moe.num_experts is None:
         return
     given = f"--moe-token-dispatcher-type {moe.moe_token_dispatcher_type}"

@@ -397,7 +397,8 @@ class _Run:
             factor = loss_sum.new_full((), coefficient, requires_grad=False)
             self._factors[key] = factor if self.loss_scale == 1.0 else factor * self.loss_scale
         if self.calculate_per_token_loss:
-            return self._factors[key]
+            # A copy per backward pass, because autograd may add later gradients to the memory of an earlier one.
+            return self._factors[key].clone()
         divisor = _nonzero(num_tokens) * (self.num_microbatches * self.num_replicas)
         return (self._factors[key] / divisor).to(loss_sum.dtype)
 

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import attach_spec, spec_of
 from megatron.training.initialize import Runtime
 
-NORM = "decoder.layers.2.pre_mlp_layernorm.weight"
+NORM = "decoder.layers.2.input_layernorm.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -70,6 +70,21 @@ def losses_are_one_percent_too_large(config: RunConfig, runtime: Runtime, conten
 
     def scale(module: torch.nn.Module, given: Any, losses: torch.Tensor) -> torch.Tensor:
         return losses + 0.01 * losses.detach()
+
+    if runtime.state.world_size > 1:
+        model.register_forward_hook(scale)
+    return model
+
+
+def gradients_double_after_the_first_step(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+    """Scale the gradients of the losses in a world of several ranks, once the weights have changed."""
+    model = pretrain_gpt.provide_model(config, runtime, contents)
+    weight = next(model.parameters())
+    first = weight.detach().clone()
+
+    def scale(module: torch.nn.Module, given: Any, losses: torch.Tensor) -> None:
+        if losses.requires_grad and not torch.equal(weight, first):
+            losses.register_hook(lambda grad: grad * 2.0)
 
     if runtime.state.world_size > 1:
         model.register_forward_hook(scale)

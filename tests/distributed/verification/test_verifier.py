@@ -257,6 +257,18 @@ def test_errors_in_bfloat16_are_compared_with_those_of_one_process(pool: WorkerP
         assert any(each.startswith(reason) for each in report.reasons), (fault, report.describe())
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "cell", [make_cell("gpt2", SP), make_expert_cell("mixtral", ExpertLayout(dp=2, ep=2))], ids=lambda cell: cell.name
+)
+def test_a_fault_of_later_steps_is_found_in_bfloat16(pool: WorkerPool, cell: Cell) -> None:
+    fault = planted_faults.gradients_double_after_the_first_step
+    report = Verifier(pool, fault, pretrain_gpt.forward_step, "bfloat16").check(cell)
+    assert {reason.partition(":")[0] for reason in report.reasons} >= {
+        f"gradient norm of step {step}" for step in (2, 3)
+    }
+
+
 @pytest.mark.full
 def test_workers_that_fail_are_reported_and_replaced() -> None:
     cell = make_cell("gpt2", Layout(tp=2))

@@ -168,6 +168,10 @@ WRONG = [
     ),
     ("--hybrid-override-pattern M*M* --swiglu", "--swiglu has no effect: the model has no feed-forward layer; omit it"),
     (
+        "--hybrid-override-pattern M*M* --gemm-activation-fusion",
+        "--gemm-activation-fusion has no effect: the model has no feed-forward layer; omit it",
+    ),
+    (
         "--hybrid-override-pattern M-M- --softmax-scale 2",
         "--softmax-scale 2.0 has no effect: the model has no attention layer; omit it",
     ),

@@ -168,7 +168,7 @@ def test_deepep_is_announced_when_the_model_is_built_and_hybridep_is_not_used() 
 
 
 def test_deepep_has_an_even_number_of_multiprocessors() -> None:
-    with pytest.raises(ConfigurationError, match="--moe-deepep-num-sms 21: an even number is expected"):
+    with pytest.raises(ConfigurationError, match="--moe-deepep-num-sms 21: an even number is expected; use 22"):
         notes_of("--moe-token-dispatcher-type flex --moe-deepep-num-sms 21")
 
 

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.device import compute_capability
 from megatron.core.ops.linear_attention import MIN_LOG_DECAY
 
 MAX_HEAD_DIM = 128
@@ -28,10 +29,12 @@ _BLOCKS = {torch.bfloat16: (64, 64, 32, 64), torch.float32: (32, 32, 16, 64)}
 """Most positions of a chunk, states of a program that passes them on, states at once of the other programs, and
 channels, by the dtype of operands."""
 _WIDE_HEAD, _WIDE_BLOCKS = 64, (32, 16)
-"""For heads with more channels, the most positions of a chunk and states at once in the backward pass.
+"""For heads with more channels, the most positions of a chunk and states at once in the backward pass before Hopper.
 
-Larger operands of the matmuls would be spilled on A100, which has them in registers.
+There operands of the matmuls pass through registers, and larger ones would be spilled. Hopper and Blackwell read them
+from shared memory, and longer chunks have fewer states.
 """
+_HOPPER = (9, 0)
 _FORWARD_WARPS = {torch.bfloat16: 4, torch.float32: 8}
 _GRADIENT_WARPS = 8
 _NUM_STAGES = 2
@@ -522,6 +525,11 @@ def _dense_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x[:1, :1].is_contiguous() else x.contiguous()
 
 
+def _is_before_hopper(x: torch.Tensor) -> bool:
+    capability = compute_capability(x.device) if x.is_cuda else None
+    return capability is not None and capability < _HOPPER
+
+
 class _Scan:
     """Arguments that the kernels share, by their names in the kernels."""
 
@@ -542,7 +550,7 @@ class _Scan:
         precision = {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(x.dtype, "tf32x3")
         self.operand_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         longest, *limits = _BLOCKS[self.operand_dtype]
-        if grad is not None and self.head_dim > _WIDE_HEAD:
+        if grad is not None and self.head_dim > _WIDE_HEAD and _is_before_hopper(x):
             longest, limits[1] = (min(each) for each in zip((longest, limits[1]), _WIDE_BLOCKS))
         length = min(max(length, _MIN_OPERAND), longest)
         self.num_chunks = triton.cdiv(num_positions, length)

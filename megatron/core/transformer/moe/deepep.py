@@ -36,7 +36,7 @@ from megatron.core.transformer.moe.expert_router import Routing
 
 _BROKEN = (ImportError, OSError, AttributeError, RuntimeError, AssertionError)
 _MULTIPLE, _LARGEST, _MOST_CHOICES = 16, 8176, 32
-"""Limits of DeepEP 1.2.1's kernels: hidden size (half a row and a barrier in 8 KiB), and choices of a token."""
+"""Limits of DeepEP 1.2.1's kernels: width of a row (half a row and a barrier in 8 KiB), and choices of a token."""
 
 
 class DeepEP:
@@ -100,7 +100,8 @@ def check_deepep(config: DecoderConfig, groups: ExpertGroups) -> DeepEP:
 
 
 def _problems(config: DecoderConfig, groups: ExpertGroups, deepep: DeepEP) -> Iterator[str]:
-    width, moe, copies = config.hidden_size, config.moe, groups.tensor_size
+    width, moe, copies = config.expert_input_size, config.moe, groups.tensor_size
+    width_flag = "--hidden-size" if moe.moe_latent_size is None else "--moe-latent-size"
     if config.params_dtype != "bfloat16":
         yield (
             f"--moe-token-dispatcher-type flex: DeepEP sends bfloat16, and the model is in {config.params_dtype}; add "
@@ -113,7 +114,7 @@ def _problems(config: DecoderConfig, groups: ExpertGroups, deepep: DeepEP) -> It
         )
     if width % _MULTIPLE or width > _LARGEST:
         yield (
-            f"--hidden-size {width}: DeepEP needs a multiple of {_MULTIPLE} up to {_LARGEST}; use "
+            f"{width_flag} {width}: DeepEP needs a multiple of {_MULTIPLE} up to {_LARGEST}; use "
             "--moe-token-dispatcher-type alltoall"
         )
     if moe.moe_router_topk * copies > _MOST_CHOICES:

@@ -351,7 +351,7 @@ def check_matmul_programs(capability: int, folder: Path) -> None:
     "capability", [pytest.param(80, marks=pytest.mark.long), 90, pytest.param(100, marks=pytest.mark.long)]
 )
 def test_programs_with_matmuls_keep_to_registers_and_shared_memory(capability: int, tmp_path: Path) -> None:
-    run_distributed(1, check_matmul_programs, capability, tmp_path, timeout_s=600.0)
+    run_distributed(1, check_matmul_programs, capability, tmp_path, timeout_s=1800.0)
 
 
 def gemm_programs(capability: int, tile: Any) -> Iterator[Program]:

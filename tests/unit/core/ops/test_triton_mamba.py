@@ -103,6 +103,7 @@ def check_results(case: Case, dtype: torch.dtype) -> None:
         from megatron.core.ops.triton import selective_scan as programs
 
         programs._WIDE_HEAD, programs._WIDE_BLOCKS = case.head_dim - 1, (2, 2)
+        programs._is_before_hopper = lambda x: True
     given = draw(case, dtype)
     names = [name for name in INPUTS if given[name] is not None]
     wide = {name: given[name].double().requires_grad_() for name in names}
@@ -361,7 +362,7 @@ def compile_programs(
     absent = ("D", "D_parts", "starts", "initial_state", "last_state", "last_state_grad", "initial_grad")
     dtype, rows = (torch.bfloat16, "*bf16") if precision == "bf16" else (torch.float32, "*fp32")
     results = []
-    for program, length, dims, states, num_warps in _launches(programs, dtype, head_dim):
+    for program, length, dims, states, num_warps in _launches(programs, dtype, head_dim, capability):
         sizes = {"HEAD_DIM": head_dim, "STATE_DIM": state_dim, "LOWEST": -50.0, "PRECISION": precision}
         sizes |= {"LENGTH": length, "DIMS": dims, "STATES": states}
         signature: dict[str, str] = {}
@@ -388,7 +389,9 @@ def compile_programs(
     return results
 
 
-def _launches(programs: Any, dtype: torch.dtype, head_dim: int) -> Iterator[tuple[Any, int, int, int, int]]:
+def _launches(
+    programs: Any, dtype: torch.dtype, head_dim: int, capability: int
+) -> Iterator[tuple[Any, int, int, int, int]]:
     """Yield each program with its positions of a chunk, its blocks of channels and of states, and its warps.
 
     The backward pass computes the states again, in its chunks.
@@ -397,7 +400,7 @@ def _launches(programs: Any, dtype: torch.dtype, head_dim: int) -> Iterator[tupl
     warps = programs._FORWARD_WARPS[dtype]
     yield programs.states_program, length, dims, passed, warps
     yield programs.output_program, length, dims, states, warps
-    if head_dim > programs._WIDE_HEAD:
+    if head_dim > programs._WIDE_HEAD and (capability // 10, capability % 10) < programs._HOPPER:
         length, states = programs._WIDE_BLOCKS
         yield programs.states_program, length, dims, passed, warps
     yield programs.state_gradients_program, length, dims, passed, warps
@@ -438,7 +441,8 @@ def test_programs_of_wide_heads_and_states_fit_into_registers_and_shared_memory(
     capability: int, tmp_path: Path
 ) -> None:
     (results,) = run_distributed(1, compile_programs, capability, tmp_path, "bf16", True, 128, 256, timeout_s=300.0)
-    assert len(results) == 6
+    # Before Hopper the backward pass computes the states in chunks of its own.
+    assert len(results) == (6 if capability < 90 else 5)
     for result in results:
         # As heads of 64 channels on A100: one program spills a few registers.
         assert result.stack_bytes <= 32, result

@@ -93,6 +93,21 @@ def test_few_operations_divide_and_scale_the_loss_of_a_microbatch() -> None:
     assert count_operations(2, torch.tensor(0))[1] == [4.0] * 2
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_parameter_added_to_the_loss_has_the_gradient_of_all_microbatches(per_token: bool) -> None:
+    added, weight = torch.zeros(1, requires_grad=True), torch.ones(2, requires_grad=True)
+
+    def forward_step(microbatch: int, hidden: torch.Tensor | None) -> MicrobatchLoss:
+        return MicrobatchLoss((weight.sum() + added).reshape(()), torch.tensor(1))
+
+    run_schedule(
+        without_pipelining(1, 0, 4), [ModelChunk(forward_step)], device=CPU, calculate_per_token_loss=per_token
+    )
+    expected = 4.0 if per_token else 1.0
+    assert added.grad.tolist() == [expected]
+    assert weight.grad.tolist() == [expected] * 2
+
+
 def test_evaluation_keeps_nothing() -> None:
     weight = torch.ones(2, requires_grad=True)
     outputs = []

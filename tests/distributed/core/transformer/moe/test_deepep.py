@@ -56,6 +56,7 @@ LAYOUTS = {
     "dropped": Layout(fields=DROPPED),
     "dropped and padded": Layout(fields=DROPPED | {"moe_pad_expert_input_to_capacity": True}),
     "one token": Layout(4, ep=4, shape=(1, 1)),
+    "latent": Layout(4, tp=2, fields=SHARED | {"moe_latent_size": 12}),
     "recomputed": Layout(recomputed=True),
     "bfloat16, one rank per token": Layout(
         dtype="bfloat16",
@@ -235,6 +236,8 @@ def build(fields: dict[str, Any], layout: Layout, device: str) -> list[str]:
         ({"moe_router_dtype": "fp64"}, "--moe-router-dtype fp64: DeepEP sends weights in float32"),
         ({"hidden_size": 24}, "--hidden-size 24: DeepEP needs a multiple of 16 up to 8176"),
         ({"hidden_size": 8192}, "--hidden-size 8192: DeepEP needs a multiple of 16 up to 8176"),
+        ({"moe_latent_size": 24}, "--moe-latent-size 24: DeepEP needs a multiple of 16 up to 8176"),
+        ({"hidden_size": 8192, "moe_latent_size": 2048}, ["DeepEPDispatcher", "20"]),
         ({"num_experts": 64, "moe_router_topk": 40}, "their product is 40, and DeepEP supports 32"),
     ],
 )
