@@ -6,6 +6,7 @@ They run in processes whose torch has emulated devices, of several GPU types: se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,9 @@ from megatron.core.ops.fp8_tensor import (
     quantize,
 )
 from megatron.core.ops.gemm import RowEnds
+from megatron.core.ops.token_rows import RowOrder
 from megatron.core.parallel_config import Fp8Config
+from megatron.core.transformer.moe.expert_dispatch import combine, run_in_order, sort_choices
 from megatron.core.transformer.moe.grouped_experts import _Float8Groups, float8_grouped_linear
 from tests.emulated_cuda.activation import load_bindings
 
@@ -407,11 +410,13 @@ def test_experts_that_are_multiplied_at_once_are_those_one_by_one(pads: bool) ->
             ends = RowEnds(torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32))
             groups = PaddedGroups.of(ends, len(x), x.device)
             if pads:
-                output = _Float8Groups.apply(x, weight, groups, quantizers[0], None, True)[groups.place]
+                padded = _Float8Groups.apply(x, weight, groups, quantizers[0], None, True, False)
+                output = padded[groups.order.slots.flatten()]
             else:
                 # Rows of padding may have any values.
-                padded = x.new_full((len(groups.source), 64), torch.nan).index_copy(0, groups.place, x)
-                output = _Float8Groups.apply(padded, weight, groups, quantizers[0], None, False)
+                rows = x.new_full((len(groups.order.choices), 64), torch.nan)
+                padded = rows.index_copy(0, groups.order.slots.flatten(), x)
+                output = _Float8Groups.apply(padded, weight, groups, quantizers[0], None, False, True)
         else:
             output = float8_grouped_linear(x, weight, None, counts, quantizers, adds_bias=False, library="auto")
         output.backward(torch.randn(output.shape, device="cuda").bfloat16())
@@ -419,3 +424,49 @@ def test_experts_that_are_multiplied_at_once_are_those_one_by_one(pads: bool) ->
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-2)
     assert results[0][2][1].eq(0).all()
+
+
+@pytest.mark.skipif(GPU != 9, reason="torch has this kernel for SM90 only")
+@pytest.mark.parametrize("kind", ["combined", "permuted", "one expert"])
+def test_experts_read_tokens_in_the_order_of_their_rows(kind: str) -> None:
+    """The experts' layers without copies of the rows equal those of copies, bit for bit."""
+    num_experts, per_token = (1, 1) if kind == "one expert" else (4, 2 if kind == "combined" else 1)
+    recipe = Float8Recipe.of(Fp8Config(fp8_format="e4m3", fp8_recipe="rowwise"))
+    torch.manual_seed(7)
+    tokens = torch.randn(37, 64, device="cuda").bfloat16()
+    # The last expert has no rows, and choices of one more are dropped.
+    chosen = torch.randint(0, max(1, num_experts - 1), (37, per_token), device="cuda")
+    if kind == "combined":
+        chosen[5, 1] = num_experts
+    ordered = sort_choices(chosen, num_experts)
+    order = None if kind == "one expert" else ordered.row_order(may_drop=kind == "combined")
+    given = torch.rand(37, per_token, device="cuda") if kind == "combined" else None
+    first, second = torch.randn(num_experts, 32, 64, device="cuda"), torch.randn(num_experts, 64, 32, device="cuda")
+    out_grad = torch.randn(37, 64, device="cuda").bfloat16()
+    results = []
+    for copies in (True, False):
+        x = tokens.clone().requires_grad_()
+        weights = None if given is None else given.clone().requires_grad_()
+        linears = [(each / 8).bfloat16().requires_grad_() for each in (first, second)]
+
+        def layers(rows: torch.Tensor, groups: PaddedGroups, sums: bool = True) -> torch.Tensor:
+            inner = _Float8Groups.apply(rows, linears[0], groups, Fp8Quantizers(recipe), None, True, False)  # noqa: B023
+            return _Float8Groups.apply(inner, linears[1], groups, Fp8Quantizers(recipe), None, False, sums)  # noqa: B023
+
+        num_rows = 37 * per_token
+        if copies:
+            # An order of the rows themselves, which one group does not get otherwise.
+            rows = torch.arange(num_rows, device="cuda")
+            groups = PaddedGroups.of(ordered.row_ends(), num_rows, x.device, RowOrder(rows, rows.unsqueeze(1)))
+            assert not groups.pads_end
+            output = run_in_order(partial(layers, groups=groups), x, order, weights)
+        else:
+            groups = PaddedGroups.of(ordered.row_ends(), num_rows, x.device, order)
+            assert groups.pads_end == (kind == "one expert")
+            output = layers(x, groups, weights is None)
+            output = output if weights is None else combine(output, weights, groups.order)
+        output.backward(out_grad)
+        results.append([output, x.grad, *(each.grad for each in linears), *([] if weights is None else [weights.grad])])
+    for mine, theirs in zip(*results, strict=True):
+        assert mine.float().abs().sum() > 0
+        assert torch.equal(mine, theirs)

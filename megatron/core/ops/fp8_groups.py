@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from megatron.core.device import compute_capability
 from megatron.core.ops.fp8_tensor import E4M3, _cast, scale_of
 from megatron.core.ops.gemm import Groups, RowEnds, group_ends, has_grouped_kernel
+from megatron.core.ops.token_rows import RowOrder, gather_rows, sum_rows
 from megatron.core.ops.triton_support import casts_on_triton
 
 GRAIN = 16
@@ -26,20 +28,24 @@ _MULTIPLIES_ROW_SCALES = ((9, 0),)
 class PaddedGroups:
     """Groups of rows, each padded to a multiple of `GRAIN` rows; only the device knows how many.
 
-    ``num_rows`` is an upper limit. ``place`` has the padded row of each row, and ``source`` the row of each padded row,
-    or -1. ``group_of`` has the group of each `GRAIN` padded rows, and after the last group the number of groups.
+    ``order`` has the choice of each padded row, and the padded row of each choice; its number of rows is an upper
+    limit. ``group_of`` has the group of each `GRAIN` padded rows, and after the last group the number of groups.
+    ``pads_end`` says that the padded rows are the tokens in their order, and after them padding.
 
-    Shapes: ``ends: [groups]``, ``source: [num_rows]``, ``group_of: [num_rows / GRAIN]`` int32, ``place: [n]`` int64.
+    Shapes: ``ends: [groups]``, ``order.choices: [n]``, ``group_of: [n / GRAIN]`` int32.
     """
 
     ends: RowEnds
-    place: torch.Tensor
-    source: torch.Tensor
+    order: RowOrder
     group_of: torch.Tensor
+    pads_end: bool
 
     @classmethod
-    def of(cls, counts: Groups, num_rows: int, device: torch.device) -> PaddedGroups:
-        """Return the padding of ``num_rows`` rows in groups, without waiting for the device."""
+    def of(cls, counts: Groups, num_rows: int, device: torch.device, order: RowOrder | None = None) -> PaddedGroups:
+        """Return the padding of ``num_rows`` rows in groups, without waiting for the device.
+
+        ``order`` has the choices of the rows. Without it each row is a token of its own.
+        """
         ends = group_ends(counts, device).long()
         sizes = ends.diff(prepend=ends.new_zeros(1))
         padded_sizes = (sizes + (GRAIN - 1)) // GRAIN * GRAIN
@@ -49,10 +55,26 @@ class PaddedGroups:
         rows = torch.arange(num_rows, device=device)
         group = torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1)
         place = rows + (padded_ends - padded_sizes - ends + sizes)[group]
-        source = torch.full((most,), -1, dtype=torch.int32, device=device).index_copy_(0, place, rows.int())
+        pads_end = order is None and len(ends) == 1
+        order = order or RowOrder(rows, rows.unsqueeze(1))
+        count = order.slots.numel()
+        choices = torch.full((most,), count, device=device).index_copy_(0, place, order.choices)
+        if order.has_dropped_choices:
+            slots = F.pad(place, (0, 1), value=most)[order.slots.clamp(max=num_rows)]
+        else:
+            slots = place[order.slots]
+        padded = RowOrder(choices, slots, has_empty_rows=True, has_dropped_choices=order.has_dropped_choices)
         blocks = torch.arange(0, most, GRAIN, device=device)
         group_of = torch.searchsorted(padded_ends, blocks, right=True).int()
-        return cls(RowEnds(padded_ends.int()), place, source, group_of)
+        return cls(RowEnds(padded_ends.int()), padded, group_of, pads_end)
+
+    def sum_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each token's padded rows. Shapes: ``rows: [n, h] -> [tokens, h]``."""
+        if self.pads_end:
+            return rows[: len(self.order.slots)]
+        if self.order.per_token == 1 and not self.order.has_dropped_choices:
+            return rows.index_select(0, self.order.slots.flatten())
+        return sum_rows(rows, self.order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,26 +103,33 @@ def quantize_groups(
     group_of: torch.Tensor,
     num_groups: int,
     *,
-    source: torch.Tensor | None = None,
+    order: RowOrder | None = None,
     is_padded: bool = False,
     plain: bool,
     transpose: bool,
 ) -> QuantizedGroups:
-    """Quantize groups of rows, their transposes, or both; ``source`` and ``group_of`` as in `PaddedGroups`.
+    """Quantize groups of rows, their transposes, or both; ``order`` and ``group_of`` as in `PaddedGroups`.
 
-    With ``is_padded`` the rows are at their padded places, and rows without a source count as zeros.
+    With an ``order`` the rows of ``x`` are tokens, or with ``is_padded`` the padded rows, of which those without a
+    choice count as zeros.
 
-    Shapes: ``x: [m, width]``, ``source: [n]``, ``group_of: [n / GRAIN]``, without a source ``n = m``.
+    Shapes: ``x: [m, width]``, ``order.choices: [n]``, ``group_of: [n / GRAIN]``, without an order ``n = m``.
     """
     x = x.detach().contiguous()
     if casts_on_triton(x):
         from megatron.core.ops.triton import cast_groups
 
         forms = {"plain": plain, "transpose": transpose}
-        first, second = cast_groups(x, source, group_of, num_groups, is_padded=is_padded, **forms)
+        choices, per_token, count = None, 1, 0
+        if order is not None:
+            choices, per_token, count = order.choices, order.per_token, order.slots.numel()
+        first, second = cast_groups(x, choices, per_token, count, group_of, num_groups, is_padded=is_padded, **forms)
         return QuantizedGroups(*(first or (None, None)), *(second or (None, None)))
-    rows = x if source is None or is_padded else x[source.clamp(min=0)]
-    rows = rows if source is None else rows.masked_fill((source < 0)[:, None], 0.0)
+    rows = x
+    if order is not None and not is_padded:
+        rows = gather_rows(x, order)
+    elif order is not None:
+        rows = x.masked_fill((order.choices >= order.slots.numel())[:, None], 0.0)
     of_rows = group_of.repeat_interleave(GRAIN)
     rows = rows.masked_fill((of_rows >= num_groups)[:, None], 0.0)
     data = scale = turned = turned_scale = None

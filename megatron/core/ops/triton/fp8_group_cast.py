@@ -28,26 +28,41 @@ _WHOLE_ROW, _WHOLE_ROWS = 4096, 2
 
 
 @triton.jit
-def _values(x, source, group, num_groups, width, IS_PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a tile in float32; rows without a source, and those after the last group, are zero."""
+def _values(
+    x,
+    choices,
+    per_token,
+    num_choices,
+    group,
+    num_groups,
+    width,
+    IS_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return a tile in float32; rows without a choice, and those after the last group, are zero."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = row
-    if source is not None:
-        there = tl.load(source + row).to(tl.int64)
-        if IS_PADDED:
-            there = tl.where(there >= 0, row, there)
-    inside = ((group < num_groups) & (there >= 0))[:, None] & (column < width)[None, :]
+    exists = row >= 0
+    if choices is not None:
+        choice = tl.load(choices + row)
+        exists = choice < num_choices
+        if not IS_PADDED:
+            there = choice // per_token
+    inside = ((group < num_groups) & exists)[:, None] & (column < width)[None, :]
     return tl.load(x + there[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def group_amax_program(
     x: tl.tensor,
-    source: tl.tensor,
+    choices: tl.tensor,
     group_of: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
+    per_token: tl.tensor,
+    num_choices: tl.tensor,
     num_groups: tl.tensor,
     width: tl.tensor,
     IS_PADDED: tl.constexpr,
@@ -56,7 +71,7 @@ def group_amax_program(
 ):
     """Raise ``rows: [n]`` and ``columns: [groups, width]`` to the bits of the largest absolute values."""
     group = tl.load(group_of + tl.program_id(0)).to(tl.int64)
-    bits = _absolute_bits(_values(x, source, group, num_groups, width, IS_PADDED, ROWS, BLOCK))
+    bits = _absolute_bits(_values(x, choices, per_token, num_choices, group, num_groups, width, IS_PADDED, ROWS, BLOCK))
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if rows is not None:
@@ -69,12 +84,14 @@ def group_amax_program(
 @triton.jit
 def group_rows_program(
     x: tl.tensor,
-    source: tl.tensor,
+    choices: tl.tensor,
     group_of: tl.tensor,
     row_amax: tl.tensor,
     column_amax: tl.tensor,
     data: tl.tensor,
     turned: tl.tensor,
+    per_token: tl.tensor,
+    num_choices: tl.tensor,
     num_groups: tl.tensor,
     num_rows: tl.tensor,
     width: tl.tensor,
@@ -84,7 +101,7 @@ def group_rows_program(
 ):
     """Write one tile of ``data: [num_rows, width]`` and of ``turned: [width, num_rows]`` in E4M3."""
     group = tl.load(group_of + tl.program_id(0)).to(tl.int64)
-    values = _values(x, source, group, num_groups, width, IS_PADDED, ROWS, BLOCK)
+    values = _values(x, choices, per_token, num_choices, group, num_groups, width, IS_PADDED, ROWS, BLOCK)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if data is not None:
@@ -101,10 +118,12 @@ def group_rows_program(
 @triton.jit
 def whole_rows_program(
     x: tl.tensor,
-    source: tl.tensor,
+    choices: tl.tensor,
     group_of: tl.tensor,
     scale: tl.tensor,
     data: tl.tensor,
+    per_token: tl.tensor,
+    num_choices: tl.tensor,
     num_groups: tl.tensor,
     width: tl.tensor,
     IS_PADDED: tl.constexpr,
@@ -114,7 +133,7 @@ def whole_rows_program(
 ):
     """Write some whole rows of ``data: [n, width]`` in E4M3, and their scales."""
     group = tl.load(group_of + tl.program_id(0) * ROWS // GRAIN).to(tl.int64)
-    values = _values(x, source, group, num_groups, width, IS_PADDED, ROWS, BLOCK)
+    values = _values(x, choices, per_token, num_choices, group, num_groups, width, IS_PADDED, ROWS, BLOCK)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     exponents = _exponents(tl.max(_absolute_bits(values), axis=1), False)
@@ -125,7 +144,9 @@ def whole_rows_program(
 
 def cast_groups(
     x: torch.Tensor,
-    source: torch.Tensor | None,
+    choices: torch.Tensor | None,
+    per_token: int,
+    num_choices: int,
     group_of: torch.Tensor,
     num_groups: int,
     *,
@@ -135,11 +156,12 @@ def cast_groups(
 ) -> tuple[Part | None, Part | None]:
     """Quantize groups of rows of a contiguous matrix to E4M3, the transposes by their own rows, or both.
 
-    ``source`` has the row of ``x`` for each row of the result, or -1 for zeros. With ``is_padded`` it is the row of the
-    result, if there is one. ``group_of`` has the group of each `GRAIN` rows, which is ``num_groups`` after the last
-    group. Rows without transposes are read once, if one instance can hold a row.
+    ``choices`` has the choice of each row of the result, and a row of ``x`` is a token with ``per_token`` choices. The
+    choice ``num_choices`` or more means zeros. With ``is_padded`` the rows of ``x`` are those of the result.
+    ``group_of`` has the group of each `GRAIN` rows, which is ``num_groups`` after the last group. Rows without
+    transposes are read once, if one instance can hold a row.
 
-    Shapes: ``x: [m, width]``, ``source: [n]``, ``group_of: [n / GRAIN] -> ([n, width], [n]), ([width, n], [groups,
+    Shapes: ``x: [m, width]``, ``choices: [n]``, ``group_of: [n / GRAIN] -> ([n, width], [n]), ([width, n], [groups,
     width])``.
     """
     num_rows, width = len(group_of) * GRAIN, x.shape[1]
@@ -147,7 +169,7 @@ def cast_groups(
         rows = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device)
         scales = torch.empty(num_rows, device=x.device)
         whole_rows_program[(num_rows // _WHOLE_ROWS,)](
-            x, source, group_of, scales, rows, num_groups, width,
+            x, choices, group_of, scales, rows, per_token, num_choices, num_groups, width,
             IS_PADDED=is_padded, GRAIN=GRAIN, ROWS=_WHOLE_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=_WARPS,
         )  # fmt: skip
         return (rows.view(torch.float8_e4m3fn), scales), None
@@ -156,13 +178,13 @@ def cast_groups(
     of_rows, of_columns = (part if size else None for part, size in zip(amax.split(sizes), sizes))
     grid = len(group_of), triton.cdiv(width, _BLOCK)
     group_amax_program[grid](
-        x, source, group_of, of_rows, of_columns, num_groups, width, IS_PADDED=is_padded, ROWS=GRAIN, BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        x, choices, group_of, of_rows, of_columns, per_token, num_choices, num_groups, width,
+        IS_PADDED=is_padded, ROWS=GRAIN, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
     data = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device) if plain else None
     turned = torch.empty(width, num_rows, dtype=torch.uint8, device=x.device) if transpose else None
     group_rows_program[grid](
-        x, source, group_of, of_rows, of_columns, data, turned, num_groups, num_rows, width,
+        x, choices, group_of, of_rows, of_columns, data, turned, per_token, num_choices, num_groups, num_rows, width,
         IS_PADDED=is_padded, ROWS=GRAIN, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
     scale, turned_scale = scales_of(amax.view(torch.float32), torch.float8_e4m3fn).split(sizes)

@@ -29,9 +29,7 @@ from megatron.core.transformer.moe.expert_dispatch import (
     LateGradients,
     Meanwhile,
     TokenDispatcher,
-    combine,
     sort_choices,
-    take_rows,
     targets_of,
 )
 from megatron.core.transformer.moe.expert_router import Routing
@@ -257,7 +255,7 @@ class DeepEPDispatcher(TokenDispatcher):
         ordered = sort_choices(received.masked_fill(received < 0, num_local), num_local)
         counts = RowCounts(exchange.counts, ordered.counts())
         order = ordered.row_order(sum(counts))
-        output = combine(experts(take_rows(rows, order), counts), weights, order)
+        output = experts(rows, counts, order, weights)
         result: torch.Tensor = _Collect.apply(output, exchange)  # type: ignore[no-untyped-call]
         return result
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -188,9 +188,36 @@ def gather_copies(rows: torch.Tensor, tp: Group) -> torch.Tensor:
     return result
 
 
-Experts = Callable[[torch.Tensor, Groups], torch.Tensor]
-"""Function that applies the experts to rows sorted by expert, given the number of rows of each expert of this rank."""
+class Experts(Protocol):
+    """Function that applies the experts to rows, given the number of rows of each expert of this rank.
+
+    Rows are sorted by expert if they are read in the ``order``; ``order`` and ``weights`` as in `run_in_order`.
+    """
+
+    def __call__(
+        self, x: torch.Tensor, counts: Groups, order: RowOrder | None = None, weights: torch.Tensor | None = None, /
+    ) -> torch.Tensor:
+        """Return the outputs."""
+
+
 Meanwhile = Callable[[], None]
+
+
+def run_in_order(
+    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, order: RowOrder | None, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Apply ``run`` to the rows of ``x`` in an order, and return the weighted sum of each token's results.
+
+    Without ``weights`` the order is a permutation, which is undone. Without an ``order`` the rows stay in theirs.
+
+    Shapes: ``x: [n, h]``, ``weights: [n, c] -> [n, h]``.
+    """
+    if order is None:
+        return run(x)
+    if weights is not None:
+        return combine(run(take_rows(x, order)), weights, order)
+    slots = order.slots.flatten()
+    return reorder(run(reorder(x, order.choices, slots)), slots, order.choices)
 
 
 class TokenDispatcher(ABC):
@@ -254,12 +281,11 @@ class TokenDispatcher(ABC):
         ordered = sort_choices(routing.indices, self.num_local)
         if takes_row_ends:
             order, counts = ordered.row_order(may_drop=routing.may_drop), ordered.row_ends()
-            return combine(experts(take_rows(x, order), counts), routing.weights, order)
+            return experts(x, counts, order, routing.weights)
         of_experts = ordered.counts()
         read = RowCounts(of_experts.tolist(), of_experts)
         self.groups.model.ensure_not_given_up()
-        order = ordered.row_order(sum(read))
-        return combine(experts(take_rows(x, order), read), routing.weights, order)
+        return experts(x, read, ordered.row_order(sum(read)), routing.weights)
 
     def _padded(
         self,
@@ -342,7 +368,7 @@ class AllToAllDispatcher(TokenDispatcher):
             by_expert = of_expert.repeat_interleave(coming.view(-1), output_size=len(rows)).argsort(stable=True)
             inverse = torch.empty_like(by_expert)
             inverse[by_expert] = torch.arange(len(by_expert), device=x.device)
-            rows = reorder(experts(reorder(rows, by_expert, inverse), of_experts), inverse, by_expert)
+            rows = experts(rows, of_experts, RowOrder(by_expert, inverse.unsqueeze(1)))
         return combine(all_to_all(rows, received, sent, group), weights, order)
 
 

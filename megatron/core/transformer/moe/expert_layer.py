@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.layer_output import LayerOutput
-from megatron.core.ops import Groups, RowCounts
+from megatron.core.ops import Groups, RowCounts, RowOrder
 from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
@@ -26,6 +26,7 @@ from megatron.core.transformer.moe.expert_dispatch import (
     LateGradients,
     TokenDispatcher,
     gather_copies,
+    run_in_order,
 )
 from megatron.core.transformer.moe.expert_router import ExpertRouter
 from megatron.core.transformer.moe.grouped_experts import GroupedExperts
@@ -174,16 +175,28 @@ class ExpertLayer(nn.Module):
             return capacity, None
         return None, size * capacity
 
-    def _run_padded(self, most: int, experts: Experts, rows: torch.Tensor, counts: Groups) -> torch.Tensor:
+    def _run_padded(
+        self,
+        most: int,
+        experts: Experts,
+        x: torch.Tensor,
+        counts: Groups,
+        order: RowOrder | None = None,
+        weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert isinstance(counts, RowCounts), "the dispatcher reads the counts"
         times = counts.on_device
         assert times is not None
         # Offset of each expert's rows in the padded tensor relative to the packed tensor.
-        moved = most * torch.arange(len(counts), device=rows.device) + times - times.cumsum(0)
-        places = torch.arange(len(rows), device=rows.device) + moved.repeat_interleave(times, output_size=len(rows))
-        padded = rows.new_zeros(most * len(counts), rows.shape[1]).index_copy(0, places, rows)
+        moved = most * torch.arange(len(counts), device=x.device) + times - times.cumsum(0)
         filled = RowCounts([most] * len(counts), torch.full_like(times, most), are_equal=True)
-        return experts(padded, filled).index_select(0, places)
+
+        def run(rows: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(len(rows), device=x.device) + moved.repeat_interleave(times, output_size=len(rows))
+            padded = rows.new_zeros(most * len(counts), rows.shape[1]).index_copy(0, places, rows)
+            return experts(padded, filled).index_select(0, places)
+
+        return run_in_order(run, x, order, weights)
 
 
 def _nothing() -> None:

@@ -29,6 +29,7 @@ from megatron.core.ops import (
     QuantizedGroups,
     RowCounts,
     RowEnds,
+    RowOrder,
     add_groups,
     grouped_gradient,
     grouped_product,
@@ -47,6 +48,7 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import Box, ParamSpec, Shard, quantized_of
 from megatron.core.tensor_parallel import make_parameter, saved_as_inputs
 from megatron.core.transformer import DecoderConfig, activation_of
+from megatron.core.transformer.moe.expert_dispatch import LateGradients, combine, run_in_order
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -248,47 +250,50 @@ class _Float8Groups(torch.autograd.Function):
         groups: PaddedGroups,
         quantizers: Fp8Quantizers,
         late: list[Callable[[], None]] | None,
-        pads: bool,
+        takes_tokens: bool,
+        returns_tokens: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.groups, ctx.quantizers, ctx.late, ctx.pads = groups, quantizers, late, pads
+        ctx.groups, ctx.quantizers, ctx.late = groups, quantizers, late
+        ctx.takes_tokens, ctx.returns_tokens = takes_tokens, returns_tokens
         # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
-        rows = _quantized(x, groups, not pads, plain=True, transpose=False)
+        rows = _quantized(x, groups, not takes_tokens, plain=True, transpose=False)
         weights = quantizers.weight_of_groups(weight, transpose=False)
         output = grouped_scaled_product(rows, weights, groups.ends, transpose=False)
-        return output if pads else output.index_select(0, groups.place)
+        return groups.sum_rows(output) if returns_tokens else output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         groups: PaddedGroups = ctx.groups
         needs_x_grad, needs_weight_grad = ctx.needs_input_grad[:2]
-        pads: bool = ctx.pads
-        rows = _quantized(grad, groups, pads, plain=needs_x_grad, transpose=needs_weight_grad)
+        takes_tokens: bool = ctx.takes_tokens
+        rows = _quantized(grad, groups, not ctx.returns_tokens, plain=needs_x_grad, transpose=needs_weight_grad)
         x_grad = weight_grad = None
         if needs_x_grad:
             weights = ctx.quantizers.weight_of_groups(weight, transpose=True)
             x_grad = grouped_scaled_product(rows, weights, groups.ends, transpose=True)
-            x_grad = x_grad.index_select(0, groups.place) if pads else x_grad
+            x_grad = groups.sum_rows(x_grad) if takes_tokens else x_grad
         if needs_weight_grad and ctx.main_grad is not None:
-            add = partial(ctx.main_grad.add_by, partial(_add_scaled_gradients, rows, x.detach(), groups, not pads))
+            compute = partial(_add_scaled_gradients, rows, x.detach(), groups, not takes_tokens)
+            add = partial(ctx.main_grad.add_by, compute)
             if ctx.late is None:
                 add()
             else:
                 ctx.late.append(add)
         elif needs_weight_grad:
             weight_grad = torch.empty_like(weight)
-            _add_scaled_gradients(rows, x.detach(), groups, not pads, weight_grad, overwrite=True)
-        return x_grad, weight_grad, *(None,) * 4
+            _add_scaled_gradients(rows, x.detach(), groups, not takes_tokens, weight_grad, overwrite=True)
+        return x_grad, weight_grad, *(None,) * 5
 
 
 def _quantized(
     x: torch.Tensor, groups: PaddedGroups, is_padded: bool, *, plain: bool, transpose: bool
 ) -> QuantizedGroups:
-    """Quantize rows, or with ``is_padded`` padded rows, in which the rows of padding may have any values."""
+    """Quantize the rows of tokens, or with ``is_padded`` padded rows, of which the padding may have any values."""
     number, forms = len(groups.ends), {"plain": plain, "transpose": transpose}
-    return quantize_groups(x, groups.group_of, number, source=groups.source, is_padded=is_padded, **forms)
+    return quantize_groups(x, groups.group_of, number, order=groups.order, is_padded=is_padded, **forms)
 
 
 def _add_scaled_gradients(
@@ -407,16 +412,19 @@ class GroupedLinear(nn.Module):
         *,
         late: list[Callable[[], None]] | None = None,
         padded: PaddedGroups | None = None,
+        returns_padded: bool = False,
     ) -> torch.Tensor:
         """Apply each expert's weight to its rows; ``counts`` are the rows per expert of this rank.
 
         ``padded`` are the padded groups of rows if the layer takes them, see `takes_scaled_groups`. With them a layer
-        whose output features are sharded returns padded rows, and a layer whose input features are sharded takes them.
+        whose output features are sharded maps tokens to padded rows. A layer whose input features are sharded takes
+        padded rows, and returns the sum of each token's rows, or with ``returns_padded`` the padded rows.
         """
         if padded is not None:
             assert self.quantizers is not None
             # Rows stay padded between the first and the second linear layer, whose input features are sharded.
-            arguments = (x, self.weight, padded, self.quantizers[0], late, self.cut_dim == 1)
+            is_first = self.cut_dim == 1
+            arguments = (x, self.weight, padded, self.quantizers[0], late, is_first, not (is_first or returns_padded))
             result: torch.Tensor = _Float8Groups.apply(*arguments)  # type: ignore[no-untyped-call]
             return result
         if self.quantizers is not None:
@@ -478,21 +486,45 @@ class GroupedExperts(nn.Module):
         """Return whether `forward` supports `RowEnds` for rows like ``x``."""
         return len(x) > 0 and all(linear.takes_row_ends(x) for linear in (self.linear_fc1, self.linear_fc2))
 
-    def forward(self, x: torch.Tensor, counts: Groups, late: list[Callable[[], None]] | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        counts: Groups,
+        order: RowOrder | None = None,
+        weights: torch.Tensor | None = None,
+        *,
+        late: LateGradients | None = None,
+    ) -> torch.Tensor:
         """Return the experts' outputs; ``counts`` are the rows per expert.
 
-        Weight gradients are deferred to ``late``, if it is given, for the part of the backward pass before ``x``.
+        ``order`` and ``weights`` as in `run_in_order`: in FP8 the rows are quantized, and the results read, in this
+        order without a copy. Weight gradients are deferred to ``late``, if it is given, for the part of the backward
+        pass before ``x``.
         """
         late = late if x.requires_grad else None
-        linears = self.linear_fc1, self.linear_fc2
-        padded = None
-        if all(linear.takes_scaled_groups(x) for linear in linears):
-            padded = PaddedGroups.of(counts, len(x), x.device)
+        num_rows = len(x) if order is None else len(order.choices)
+        if not num_rows or not all(linear.takes_scaled_groups(x) for linear in (self.linear_fc1, self.linear_fc2)):
+            return run_in_order(lambda rows: self._feed_forward(rows, counts, late, None, False), x, order, weights)
+        padded = PaddedGroups.of(counts, num_rows, x.device, order)
+        if weights is None:
+            return self._feed_forward(x, counts, late, padded, False)
+        return combine(self._feed_forward(x, counts, late, padded, True), weights, padded.order)
+
+    def _feed_forward(
+        self,
+        x: torch.Tensor,
+        counts: Groups,
+        late: LateGradients | None,
+        padded: PaddedGroups | None,
+        returns_padded: bool,
+    ) -> torch.Tensor:
         inner = self.linear_fc1(x, counts, late=late, padded=padded)
         activated = self.activation(inner)
         is_again = self.recomputes_activation and self.training
         with saved_as_inputs(activated, self.activation, inner) if is_again else nullcontext():
-            output: torch.Tensor = self.linear_fc2(activated, counts, late=late, padded=padded)
+            output: torch.Tensor = self.linear_fc2(
+                activated, counts, late=late, padded=padded, returns_padded=returns_padded
+            )
         return output
 
 

@@ -8,6 +8,8 @@ import torch
 from megatron.core.ops.fp8_groups import GRAIN, PaddedGroups, QuantizedGroups, quantize_groups, quantize_weights
 from megatron.core.ops.fp8_tensor import E4M3, ROWS, quantize
 from megatron.core.ops.gemm import Groups, RowEnds, row_counts
+from megatron.core.ops.token_rows import gather_rows
+from megatron.core.transformer.moe.expert_dispatch import sort_choices
 from tests.unit.core.ops.interpreted import cpu_runs_on_triton, interpret, needs_triton
 
 COUNTS = (5, 0, 33, 16, 1)
@@ -27,8 +29,24 @@ def as_bytes(data: torch.Tensor | None) -> torch.Tensor:
     return data.view(torch.uint8)
 
 
+def padded_rows(x: torch.Tensor, groups: PaddedGroups) -> torch.Tensor:
+    """Return the padded rows of tokens, whose padding is NaN."""
+    rows = x.new_full((len(groups.order.choices), x.shape[1]), torch.nan)
+    return rows.index_copy(0, groups.order.slots.flatten(), x)
+
+
+def of_choices(x: torch.Tensor) -> tuple[torch.Tensor, PaddedGroups]:
+    """Return tokens with three choices each, of which some are dropped, and the groups of their rows."""
+    torch.manual_seed(6)
+    tokens = x[::2].contiguous()
+    ordered = sort_choices(torch.randint(0, 5, (len(tokens), 3)), 4)
+    order = ordered.row_order()
+    assert 0 < int(ordered.ends[-1]) < len(order.choices)
+    return tokens, PaddedGroups.of(ordered.row_ends(), len(order.choices), x.device, order)
+
+
 def quantized(x: torch.Tensor, groups: PaddedGroups, **parts: bool) -> QuantizedGroups:
-    return quantize_groups(x, groups.group_of, len(groups.ends), source=groups.source, **parts)
+    return quantize_groups(x, groups.group_of, len(groups.ends), order=groups.order, **parts)
 
 
 @pytest.mark.parametrize("is_on_device", [False, True])
@@ -41,7 +59,8 @@ def test_each_group_is_quantized_as_a_separate_matrix(is_on_device: bool) -> Non
     assert found.scale is not None
     assert found.turned_scale is not None
     assert groups.ends.ends.tolist() == [16, 16, 64, 80, 96]
-    assert torch.equal(groups.source[groups.place], torch.arange(len(x), dtype=torch.int32))
+    assert torch.equal(groups.order.choices[groups.order.slots.flatten()], torch.arange(len(x)))
+    assert torch.equal(groups.sum_rows(x.new_zeros(len(groups.order.choices), WIDTH)), torch.zeros_like(x))
     starts = (0, *groups.ends.ends.tolist())
     for number, rows in enumerate(x.split(COUNTS)):
         own = slice(starts[number], starts[number] + len(rows))
@@ -61,7 +80,7 @@ def test_each_group_is_quantized_as_a_separate_matrix(is_on_device: bool) -> Non
 def test_padded_rows_are_quantized_like_rows_whatever_their_padding(parts: tuple[bool, bool]) -> None:
     x = rows_of(torch.bfloat16)
     groups = PaddedGroups.of(row_counts(COUNTS), len(x), x.device)
-    padded = x.new_full((len(groups.source), x.shape[1]), torch.nan).index_copy(0, groups.place, x)
+    padded = padded_rows(x, groups)
     assert int(padded.isnan().any(1).sum()) == len(padded) - len(x) > 0
     plain, transpose = parts
     expected = quantized(x, groups, plain=plain, transpose=transpose)
@@ -69,7 +88,7 @@ def test_padded_rows_are_quantized_like_rows_whatever_their_padding(parts: tuple
         padded,
         groups.group_of,
         len(groups.ends),
-        source=groups.source,
+        order=groups.order,
         is_padded=True,
         plain=plain,
         transpose=transpose,
@@ -78,6 +97,24 @@ def test_padded_rows_are_quantized_like_rows_whatever_their_padding(parts: tuple
         one, other = getattr(found, name), getattr(expected, name)
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one.float(), other.float()), name
+
+
+def test_rows_of_tokens_are_quantized_and_summed_like_copies_of_them() -> None:
+    tokens, groups = of_choices(rows_of(torch.bfloat16))
+    copies = gather_rows(tokens, groups.order)
+    found, expected = (
+        quantized(tokens, groups, plain=True, transpose=True),
+        quantize_groups(copies, groups.group_of, len(groups.ends), plain=True, transpose=True),
+    )
+    for name in ("data", "scale", "turned", "turned_scale"):
+        assert torch.equal(getattr(found, name).float(), getattr(expected, name).float()), name
+    # Padding and the choices that were dropped add nothing.
+    rows = torch.randn(copies.shape).double().masked_fill((groups.order.choices >= 3 * len(tokens))[:, None], 0.0)
+    expected_sum = torch.zeros(tokens.shape).double()
+    for row, choice in zip(rows, groups.order.choices.tolist()):
+        if choice < 3 * len(tokens):
+            expected_sum[choice // 3] += row
+    torch.testing.assert_close(groups.sum_rows(rows), expected_sum)
 
 
 def test_weights_are_quantized_expert_by_expert() -> None:
@@ -102,13 +139,15 @@ def check_programs(dtype: torch.dtype, has_bad: bool) -> None:
     groups = PaddedGroups.of(row_counts(COUNTS), len(x), x.device)
     whole = torch.randn(2 * GRAIN, 70).to(dtype)
     long = torch.randn(GRAIN, 4100).to(dtype)
-    padded = x.new_full((len(groups.source), x.shape[1]), torch.nan).index_copy(0, groups.place, x)
-    of_padded = {"source": groups.source, "is_padded": True}
+    padded = padded_rows(x, groups)
+    of_padded = {"order": groups.order, "is_padded": True}
+    chosen, chosen_groups = of_choices(x)
     of_whole = torch.arange(2, dtype=torch.int32)
     for plain, transpose in [(True, True), (True, False), (False, True)]:
         parts = {"plain": plain, "transpose": transpose}
         arguments = (
-            ((x, groups.group_of, len(groups.ends)), {"source": groups.source}),
+            ((x, groups.group_of, len(groups.ends)), {"order": groups.order}),
+            ((chosen, chosen_groups.group_of, len(chosen_groups.ends)), {"order": chosen_groups.order}),
             ((padded, groups.group_of, len(groups.ends)), of_padded),
             ((whole, of_whole, 2), {}),
             ((long, of_whole[:1], 1), {}),

@@ -174,8 +174,9 @@ def programs(capability: int) -> Iterator[Program]:
             sizes |= {"LENGTH": 32, "IS_TILED": True}
             tiled = kinds | {"scale": "*u8", "turned_scale": "*u8"}
             yield f"float8 mx {is_e5m2}", scaled.segments_program, tiled, sizes, scaled._TILE_WARPS
-        kinds = dict.fromkeys(("source", "group_of", "rows", "columns", "row_amax", "column_amax"), "*i32")
-        kinds |= dict.fromkeys(("data", "turned"), "*u8") | {"num_groups": "odd", "num_rows": "i32", "width": "i32"}
+        kinds = dict.fromkeys(("group_of", "rows", "columns", "row_amax", "column_amax"), "*i32") | {"choices": "*i64"}
+        kinds |= dict.fromkeys(("data", "turned"), "*u8") | dict.fromkeys(("num_rows", "width"), "i32")
+        kinds |= dict.fromkeys(("per_token", "num_choices", "num_groups"), "odd")
         sizes = {"ROWS": fp8_group_cast._WHOLE_ROWS, "BLOCK": fp8_group_cast._WHOLE_ROW}
         sizes |= {"IS_PADDED": False, "GRAIN": fp8_group_cast.GRAIN}
         whole = kinds | {"scale": "*fp32"}

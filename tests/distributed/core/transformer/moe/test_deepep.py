@@ -159,9 +159,9 @@ def send_to_two_experts_of_a_rank() -> tuple[int, int]:
         numbers.append(len(results[0]))
         return results
 
-    def compute(rows: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
-        numbers.append(len(rows))
-        return inner(rows, *more, **options)
+    def compute(tokens: torch.Tensor, counts: Any, *more: Any, **options: Any) -> torch.Tensor:
+        numbers.append(sum(counts))
+        return inner(tokens, counts, *more, **options)
 
     layer.experts.forward = compute  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patched:

@@ -19,11 +19,13 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops import gemm
 from megatron.core.ops.dropout import DropoutKeys, DropoutSamples
 from megatron.core.ops.gemm import RowCounts
+from megatron.core.ops.token_rows import RowOrder
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.decoder_config import MoEConfig, moe_layers
 from megatron.core.transformer.moe import grouped_experts
+from megatron.core.transformer.moe.expert_dispatch import run_in_order
 from megatron.core.transformer.moe.expert_layer import ExpertLayer, loads_of
 from megatron.core.transformer.moe.load_balancing import LoadReport
 from megatron.core.transformer.moe.routing import (
@@ -448,7 +450,7 @@ def test_weight_gradients_that_are_deferred_are_the_same() -> None:
     for late in (None, []):
         for weight in weights:
             attach_main_grad(weight, MainGrad(torch.zeros_like(weight)))
-        layer.experts(rows, [2, 0, 3, 1, 0, 3], late).square().sum().backward()
+        layer.experts(rows, [2, 0, 3, 1, 0, 3], late=late).square().sum().backward()
         main_grads = [each for each in map(main_grad_of, weights) if each is not None]
         if late is not None:
             assert len(late) == 2
@@ -461,7 +463,7 @@ def test_weight_gradients_that_are_deferred_are_the_same() -> None:
         assert torch.equal(at_once, deferred)
     # Nothing runs after the experts if their input needs no gradient.
     late = []
-    layer.experts(rows.detach(), [2, 0, 3, 1, 0, 3], late).square().sum().backward()
+    layer.experts(rows.detach(), [2, 0, 3, 1, 0, 3], late=late).square().sum().backward()
     assert late == []
 
 
@@ -550,7 +552,13 @@ def test_weights_keep_the_type_of_the_router_until_outputs_are_summed(dispatcher
     wanted = torch.randn(50, 28, generator=torch.Generator().manual_seed(6)).bfloat16()
     rows = x.clone().requires_grad_()
     chosen = dataclasses.replace(routing, weights=weights)
-    output = layer.dispatch(rows, chosen, lambda given, counts: given * 1.25, lambda: None)
+
+    def experts(
+        x: torch.Tensor, counts: Any, order: RowOrder | None = None, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return run_in_order(lambda given: given * 1.25, x, order, weights)
+
+    output = layer.dispatch(rows, chosen, experts, lambda: None)
     exact = x.double().requires_grad_()
     expected = values.sum(dim=1, keepdim=True) * (exact * 1.25).bfloat16().double()
     # Rounded once, but for ties that float32 moves.
