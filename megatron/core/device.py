@@ -279,6 +279,11 @@ class Device:
             torch.cuda.empty_cache()
 
 
+def is_captured(x: torch.Tensor) -> bool:
+    """Return whether a CUDA graph records the operations on a tensor's device instead of running them."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _mark_current_stream(old: Any) -> DeviceMark | None:
     if torch.cuda.is_current_stream_capturing():
         return None

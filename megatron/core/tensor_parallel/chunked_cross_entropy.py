@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core.collectives import all_gather_first_dim, all_reduce, reduce_scatter_first_dim
+from megatron.core.device import is_captured
 from megatron.core.main_grad import main_grad_of
 from megatron.core.ops import linear, linear_into, normalizer_and_label_logits, product
 from megatron.core.process_group import Group
@@ -69,7 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         x, weight, local_labels, local_normalizer, log_normalizer = ctx.saved_tensors
         last_logits = ctx.last_logits
-        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not is_captured(x):
             # A CUDA graph that reads the logits of another graph must keep them.
             ctx.last_logits = None
         tp: Group = ctx.tp

@@ -19,7 +19,8 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import attach_spec, spec_of
 from megatron.training.initialize import Runtime
 
-NORM = "decoder.layers.2.input_layernorm.weight"
+NORM = "decoder.layers.2.pre_mlp_layernorm.weight"
+INPUT_NORM = "decoder.layers.2.input_layernorm.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -34,6 +35,11 @@ def _without_sum(model: GPTModel, name: str) -> GPTModel:
 def norm_is_not_summed(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
     """Forget that a tensor-parallel rank's gradient of one norm is only its part of the sequence."""
     return _without_sum(pretrain_gpt.provide_model(config, runtime, contents), NORM)
+
+
+def input_norm_is_not_summed(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+    """Forget the same of a norm that layers without feed-forward have, too."""
+    return _without_sum(pretrain_gpt.provide_model(config, runtime, contents), INPUT_NORM)
 
 
 def tied_embedding_is_not_summed(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:

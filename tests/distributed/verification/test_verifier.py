@@ -42,7 +42,7 @@ from megatron.verification.training_cells import fully_sharded
 from megatron.verification.verifier import CellReport, Verifier
 from megatron.verification.worker_pool import WorkerPool
 from tests.distributed.verification import planted_faults
-from tests.distributed.verification.planted_faults import EMBEDDING, NORM
+from tests.distributed.verification.planted_faults import EMBEDDING, INPUT_NORM, NORM
 from tests.distributed.verification.small_cells import small
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -235,8 +235,8 @@ def test_dropout_keyed_by_a_wrong_position_is_found(pool: WorkerPool) -> None:
 @pytest.mark.parametrize(
     "cell",
     [
-        make_hybrid_cell("delta-net", replace(SP, cp=2, passes_states=True)),
-        pytest.param(make_cell("gpt2", SP), marks=pytest.mark.long),
+        make_cell("gpt2", SP),
+        pytest.param(make_hybrid_cell("delta-net", replace(SP, cp=2, passes_states=True)), marks=pytest.mark.long),
         pytest.param(make_hybrid_cell("mamba", replace(SP, cp=2)), marks=pytest.mark.long),
     ],
     ids=lambda cell: cell.name,
@@ -246,8 +246,10 @@ def test_errors_in_bfloat16_are_compared_with_those_of_one_process(pool: WorkerP
     report = verifier.check(cell)
     assert report.outcome == "passed", report.describe()
     # A delta-net amplifies rounding errors: without a fault, gradients are up to 40 % off.
+    has_feed_forward = not cell.name.startswith("mamba")
+    norm = planted_faults.norm_is_not_summed if has_feed_forward else planted_faults.input_norm_is_not_summed
     for fault, reason in (
-        (planted_faults.norm_is_not_summed, f"gradient of {NORM}: error "),
+        (norm, f"gradient of {NORM if has_feed_forward else INPUT_NORM}: error "),
         (planted_faults.gradients_are_one_percent_too_large, "scale of the gradients: error "),
         (planted_faults.losses_are_one_percent_too_large, "loss of step 1: error "),
     ):

@@ -135,7 +135,8 @@ def test_weights_kept_in_nvfp4_are_counted_with_their_scales() -> None:
 
 
 def test_nvfp4_is_rejected_where_nothing_predicts_it() -> None:
-    plan = plan_of("--global-batch-size 8 --fp4-format e2m1")
+    sizes = "--hidden-size 64 --kv-channels 16 --seq-length 64 --max-position-embeddings 64"
+    plan = plan_of(f"--global-batch-size 8 --fp4-format e2m1 {sizes}")
     refused = predict(plan, NATIVE, H100)
     assert refused.outcome == "error"
     assert refused.reason == "h100-80gb does not support NVFP4 GEMMs; use one of b200, b300, or bf16"

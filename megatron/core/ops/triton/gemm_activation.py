@@ -36,7 +36,7 @@ TILES = (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4,
 """Tiles of 16-bit GEMMs. The first one that makes at least `_MIN_TILES` tiles is used, or else the last one."""
 TILES_BEFORE_HOPPER = (Tile(128, 256, 32, 8, 4), *TILES[1:])
 """Operands pass through registers there."""
-WIDE_TILE = Tile(64, 64, 32, 4, 2)
+TILE_OF_FLOAT32 = Tile(64, 64, 32, 4, 2)
 """Tile of float32 GEMMs."""
 _HOPPER = (9, 0)
 _MIN_TILES = 128
@@ -248,7 +248,7 @@ def _num_tiles(tile: Tile, num_rows: int, num_columns: int) -> int:
 
 def _tile_for(num_rows: int, num_columns: int, x: torch.Tensor) -> Tile:
     if x.dtype is torch.float32:
-        return WIDE_TILE
+        return TILE_OF_FLOAT32
     capability = compute_capability(x.device) if x.is_cuda else None
     tiles = TILES if capability is None or capability >= _HOPPER else TILES_BEFORE_HOPPER
     large = (tile for tile in tiles if _num_tiles(tile, num_rows, num_columns) >= _MIN_TILES)

@@ -287,14 +287,14 @@ def gemm_programs(capability: int, tile: Any) -> Iterator[Program]:
     from megatron.core.ops.triton import activation, gemm_activation
 
     kinds = {"bias_parts": "*fp32", "num_rows": "odd", "num_columns": "i32", "depth": "i32"}
-    if tile is gemm_activation.WIDE_TILE:
+    if tile is gemm_activation.TILE_OF_FLOAT32:
         kinds |= dict.fromkeys(("left", "right", "bias", "inner", "output", "inner_grad"), "*fp32")
     sizes = {"PRECISION": "ieee", "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "GROUP": 8}
     for kind in activation.PLAIN_KINDS if tile.columns == 256 else ("gelu",):
         of_kind = sizes | {"KIND": kind}
         yield f"{kind}, {tile}", gemm_activation.forward_program, kinds, of_kind, tile.num_warps
         yield f"{kind} gradient, {tile}", gemm_activation.gradient_program, kinds, of_kind, tile.num_warps
-    if tile is gemm_activation.WIDE_TILE:
+    if tile is gemm_activation.TILE_OF_FLOAT32:
         rounded = sizes | {"KIND": "gelu", "PRECISION": "tf32"}
         yield f"tf32, {tile}", gemm_activation.forward_program, kinds | {"bias": None}, rounded, tile.num_warps
 
@@ -303,16 +303,16 @@ def check_gemm_programs(capability: int, folder: Path) -> None:
     from megatron.core.ops.triton import gemm_activation
 
     tiles = gemm_activation.TILES if capability >= 90 else gemm_activation.TILES_BEFORE_HOPPER
-    for tile in (*tiles, gemm_activation.WIDE_TILE):
+    for tile in (*tiles, gemm_activation.TILE_OF_FLOAT32):
         of = partial(gemm_programs, tile=tile)
         results = compile_programs(of, capability, folder, num_stages=tile.num_stages)
-        assert len(results) == (6 if tile.columns == 256 else 3 if tile is gemm_activation.WIDE_TILE else 2)
+        assert len(results) == (6 if tile.columns == 256 else 3 if tile is gemm_activation.TILE_OF_FLOAT32 else 2)
         for result in results:
             assert result.stack_bytes == 0, result
             assert 0 < result.registers <= 65536 // (32 * tile.num_warps), result
             assert result.shared_bytes <= SHARED_BYTES[capability], result
             # Tensor cores, and operands that are copied to shared memory sixteen bytes at a time.
-            if tile is not gemm_activation.WIDE_TILE:
+            if tile is not gemm_activation.TILE_OF_FLOAT32:
                 assert result.matmuls > 0, result
                 assert result.wide_copies > 0, result
                 assert result.narrow_copies == 0, result

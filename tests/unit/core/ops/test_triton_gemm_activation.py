@@ -21,7 +21,7 @@ def use_small_tiles() -> None:
     from megatron.core.ops.triton import gemm_activation as programs
 
     programs.TILES = (programs.Tile(16, 32, 16, 4, 2),)
-    programs.WIDE_TILE, programs._GROUP = programs.TILES[0], 2
+    programs.TILE_OF_FLOAT32, programs._GROUP = programs.TILES[0], 2
 
 
 def check_gemms(dtype: torch.dtype, has_small_tiles: bool) -> None:
@@ -97,7 +97,7 @@ def check_tiles() -> None:
     assert programs._tile_for(8192, 4096, x) == programs.TILES[0]
     assert programs._tile_for(2048, 1024, x) == programs.TILES[1]
     assert programs._tile_for(1, 4096, x) == programs.TILES[-1]
-    assert programs._tile_for(8192, 4096, x.float()) == programs.WIDE_TILE
+    assert programs._tile_for(8192, 4096, x.float()) == programs.TILE_OF_FLOAT32
 
 
 @needs_triton
