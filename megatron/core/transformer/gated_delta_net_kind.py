@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.transformer.linear_attention_kind import (
-    LinearAttentionConfig,
-    LinearAttentionKind,
-    delta_rule_multiply_adds,
-)
+from megatron.core.transformer.linear_attention_kind import LinearAttentionConfig, LinearAttentionKind
 
 GATED_DELTA_NET = "gated_delta_net"
 
@@ -23,4 +19,6 @@ class GatedDeltaNetKind(LinearAttentionKind):
         return keys, keys, values, values, heads, heads
 
     def recurrence_multiply_adds(self, hybrid: LinearAttentionConfig, hidden_size: int) -> float:
-        return delta_rule_multiply_adds(hybrid)
+        """Return the multiply-adds per token of the gated delta rule and its convolution, as Megatron-LM counts them."""
+        keys, values = hybrid.linear_key_size, hybrid.linear_value_size
+        return hybrid.linear_conv_kernel_dim * (2 * keys + values) + 4 * values * hybrid.linear_key_head_dim

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import count
 
-from megatron.core.transformer.linear_attention_kind import (
-    LinearAttentionConfig,
-    LinearAttentionKind,
-    delta_rule_multiply_adds,
-)
+from megatron.core.transformer.gated_delta_net_kind import GatedDeltaNetKind
+from megatron.core.transformer.linear_attention_kind import LinearAttentionConfig
 
 KIMI_DELTA_ATTENTION = "kimi_delta_attention"
 
 
-class KimiDeltaAttentionKind(LinearAttentionKind):
+class KimiDeltaAttentionKind(GatedDeltaNetKind):
     """Kimi Delta Attention (KDA): Kimi Team 2025, https://arxiv.org/abs/2510.26692.
 
     Low-rank pairs of linear layers compute the gate and the decays. Their rank is the dimension of a value head.
@@ -32,9 +29,6 @@ class KimiDeltaAttentionKind(LinearAttentionKind):
     def gemm_multiply_adds(self, hybrid: LinearAttentionConfig, hidden_size: int) -> int:
         low_rank = 2 * hidden_size + hybrid.linear_value_size + hybrid.linear_key_size
         return super().gemm_multiply_adds(hybrid, hidden_size) + hybrid.linear_value_head_dim * low_rank
-
-    def recurrence_multiply_adds(self, hybrid: LinearAttentionConfig, hidden_size: int) -> float:
-        return delta_rule_multiply_adds(hybrid)
 
     def check_quantized_widths(
         self, hybrid: LinearAttentionConfig, tensor: int, multiple: int, needed: str

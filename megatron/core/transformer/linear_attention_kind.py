@@ -68,9 +68,3 @@ class LinearAttentionKind(RecurrentKind[LinearAttentionConfig]):
         self, hybrid: LinearAttentionConfig, hidden_size: int, tensor: int
     ) -> Mapping[str, tuple[int, int]]:
         return {"--linear-num-value-heads x --linear-value-head-dim": (hybrid.linear_value_size, tensor)}
-
-
-def delta_rule_multiply_adds(hybrid: LinearAttentionConfig) -> float:
-    """Return the multiply-adds per token of the gated delta rule with its convolution, as Megatron-LM counts them."""
-    keys, values = hybrid.linear_key_size, hybrid.linear_value_size
-    return hybrid.linear_conv_kernel_dim * (2 * keys + values) + 4 * values * hybrid.linear_key_head_dim

@@ -100,6 +100,18 @@ def check_tiles() -> None:
     assert programs._tile_for(8192, 4096, x.float()) == programs.TILE_OF_FLOAT32
 
 
+def check_kinds() -> None:
+    from megatron.config.checks.model import _IN_GEMMS
+    from megatron.core.ops.triton.activation import PLAIN_KINDS
+
+    assert set(_IN_GEMMS) == set(PLAIN_KINDS)
+
+
+@needs_triton
+def test_the_flag_accepts_the_activations_that_have_a_kernel() -> None:
+    interpret(check_kinds)
+
+
 @needs_triton
 def test_large_gemms_have_large_tiles() -> None:
     interpret(check_tiles)
