@@ -19,6 +19,6 @@ class GatedDeltaNetKind(LinearAttentionKind):
         return keys, keys, values, values, heads, heads
 
     def recurrence_multiply_adds(self, hybrid: LinearAttentionConfig, hidden_size: int) -> float:
-        """Return the multiply-adds per token of the gated delta rule and its convolution, as Megatron-LM counts them."""
+        """Return the multiply-adds per token of the gated delta rule and its convolution, as in Megatron-LM."""
         keys, values = hybrid.linear_key_size, hybrid.linear_value_size
         return hybrid.linear_conv_kernel_dim * (2 * keys + values) + 4 * values * hybrid.linear_key_head_dim
