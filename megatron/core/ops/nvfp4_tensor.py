@@ -150,7 +150,9 @@ def quantize_nvfp4(
         tensor_scale = tensor_scale_of(x.abs().amax())
     # Both steps of scaling are multiplications, the first one by a power of two, as in the kernel.
     x = x * (1.0 / tensor_scale)
-    scale = (amax_of(x, blocks) * (1.0 / _LARGEST)).clamp(max=_LARGEST_SCALE).to(E4M3)
+    largest = amax_of(x, blocks) * (1.0 / _LARGEST)
+    # Non-finite values times zero are NaN.
+    scale = (largest.clamp(max=_LARGEST_SCALE) + largest * 0.0).to(E4M3)
     inverse = torch.where(scale.float() == 0, 0.0, 1.0 / scale.float())
     codes = _codes(x * _spread(inverse, blocks), words)
     return Nvfp4Matrix(pack(codes), scale, blocks, tensor_scale)
