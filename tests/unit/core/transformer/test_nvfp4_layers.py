@@ -130,9 +130,10 @@ def test_both_passes_have_the_same_weight_and_rounding_is_of_the_right_operands(
     differing = (back.values() != left.values()).float().mean()
     assert 0.1 < float(differing) < 0.6, "gradients are rounded stochastically"
     assert 0.1 < float((back_turned.values() != left_turned.values()).float().mean()) < 0.6
-    again = quantizers.columns("input", x)
-    assert torch.equal(again.data, left_turned.data)
-    assert torch.equal(again.scale.view(torch.uint8), left_turned.scale.view(torch.uint8))
+    for operand, expected in (("input", left_turned), ("grad", back_turned)):
+        again = quantizers.columns(operand, x)
+        assert torch.equal(again.data, expected.data)
+        assert torch.equal(again.scale.view(torch.uint8), expected.scale.view(torch.uint8))
 
 
 def test_a_micro_batch_keeps_its_keys_while_another_passes() -> None:
@@ -164,8 +165,9 @@ def test_a_layer_without_keys_has_no_backward_pass() -> None:
         output.sum().backward()
 
 
-def test_a_model_hands_keys_to_its_layers_and_rounds_alike_for_equal_samples() -> None:
-    model = make(num_layers=2, vocab_size=53)
+@pytest.mark.parametrize("more", [{}, {"mtp_num_layers": 1, "position_embedding_type": "rope"}])
+def test_a_model_hands_keys_to_its_layers_and_rounds_alike_for_equal_samples(more: dict[str, Any]) -> None:
+    model = make(num_layers=2, vocab_size=53, **more)
     tokens, labels, positions, _ = make_batch(LENGTH, BATCH, 53)
 
     def gradients(iteration: int) -> torch.Tensor:
