@@ -6,8 +6,9 @@ PATH is a checkout of nanoGPT. Its ``model.py`` is trained in nanoGPT's loop: ba
 Without it a plain torch model of the same shape takes its place, and is named so. The floor is the same GEMMs,
 attention and optimizer update alone, with the faster of torch's two GEMM libraries. The contestants of a round are
 fresh processes that run in turns of some seconds, while the others are stopped: on a shared machine the speed changes
-by half within minutes, for all of them. A time is the mean of ten iterations. The first 50 iterations (10 of the larger
-models) are not counted, nor are times of more than twice the median, in which the process was stopped.
+by half within minutes, for all of them. A time is the mean of ten iterations of the smallest model, and one iteration
+of the others. The first 50 iterations (5 of the larger models) are not counted, nor are times of more than twice the
+median, in which the process was stopped.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]
-_GROUP = 10
 _ROLES = ("ours", "other", "floor")
 
 
@@ -51,6 +51,8 @@ class Shape:
     vocab_size: int
     num_warmup: int
     iterations: int
+    interval: int
+    """Iterations per measured time."""
 
     @property
     def name(self) -> str:
@@ -62,14 +64,14 @@ class Shape:
 
 
 SHAPES = {
-    "nanogpt-cpu": Shape(4, 128, 4, 64, 12, 65, 50, 450),
-    "6x384": Shape(6, 384, 6, 256, 16, 65, 10, 30),
-    "12x768": Shape(12, 768, 12, 512, 2, 65, 10, 30),
+    "nanogpt-cpu": Shape(4, 128, 4, 64, 12, 65, 50, 450, 10),
+    "6x384": Shape(6, 384, 6, 256, 16, 65, 5, 30, 1),
+    "12x768": Shape(12, 768, 12, 512, 2, 65, 5, 30, 1),
 }
 
 
 def train_ours(shape: Shape) -> list[float]:
-    """Return the milliseconds per iteration that `pretrain_gpt.py` logs, one number per ten iterations."""
+    """Return the milliseconds per iteration that `pretrain_gpt.py` logs, one number per interval."""
     flags = [
         *("--num-layers", shape.num_layers, "--hidden-size", shape.hidden_size),
         *("--num-attention-heads", shape.num_heads, "--seq-length", shape.seq_length),
@@ -78,7 +80,8 @@ def train_ours(shape: Shape) -> list[float]:
         *("--vocab-size", shape.vocab_size - 1, "--make-vocab-size-divisible-by", 1),
         *("--disable-bias-linear", "--hidden-dropout", 0, "--attention-dropout", 0),
         *("--lr", 1e-3, "--min-lr", 1e-4, "--lr-warmup-iters", 10, "--lr-decay-iters", 2000, "--adam-beta2", 0.99),
-        *("--weight-decay", 0.1, "--clip-grad", 1.0, "--train-iters", shape.iterations, "--log-interval", _GROUP),
+        *("--weight-decay", 0.1, "--clip-grad", 1.0),
+        *("--train-iters", shape.iterations, "--log-interval", shape.interval),
         *("--eval-interval", 1_000_000, "--eval-iters", 0),
     ]
     command = [sys.executable, str(_ROOT / "pretrain_gpt.py"), *map(str, flags)]
@@ -87,7 +90,7 @@ def train_ours(shape: Shape) -> list[float]:
 
 
 def train_other(shape: Shape, nanogpt: Path | None) -> list[float]:
-    """Return the milliseconds per iteration of nanoGPT's loop, one number per ten iterations."""
+    """Return the milliseconds per iteration of nanoGPT's loop, one number per interval."""
     import torch
 
     torch.manual_seed(1)
@@ -104,16 +107,16 @@ def train_other(shape: Shape, nanogpt: Path | None) -> list[float]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return _timed(iterate, shape.iterations)
+    return _timed(iterate, shape)
 
 
-def _timed(iterate: Callable[[], None], iterations: int) -> list[float]:
+def _timed(iterate: Callable[[], None], shape: Shape) -> list[float]:
     times = []
-    for _ in range(iterations // _GROUP):
+    for _ in range(shape.iterations // shape.interval):
         start = time.perf_counter()
-        for _ in range(_GROUP):
+        for _ in range(shape.interval):
             iterate()
-        times.append((time.perf_counter() - start) * 1e3 / _GROUP)
+        times.append((time.perf_counter() - start) * 1e3 / shape.interval)
     return times
 
 
@@ -174,7 +177,7 @@ def _plain_model(shape: Shape) -> tuple[Any, Any]:
 
 
 def train_floor(shape: Shape) -> list[float]:
-    """Return the milliseconds of the GEMMs, attention and the update alone, one number per ten repetitions."""
+    """Return the milliseconds of the GEMMs, attention and the update alone, one number per interval."""
     import torch
 
     step = floor_step(
@@ -186,7 +189,7 @@ def train_floor(shape: Shape) -> list[float]:
         vocab_size=shape.vocab_size,
         dtype=torch.float32,
     )
-    return _timed(step, shape.iterations)
+    return _timed(step, shape)
 
 
 def _measure(shape: str, threads: int, nanogpt: Path | None, turn_s: float) -> dict[str, list[float]]:
@@ -211,7 +214,10 @@ def _measure(shape: str, threads: int, nanogpt: Path | None, turn_s: float) -> d
                 if process.returncode is None:
                     os.killpg(process.pid, signal.SIGKILL)
         times = {role: json.loads(Path(f"{folder}/{role}.json").read_text(encoding="utf-8")) for role in _ROLES}
-    return {role: _undisturbed(values[SHAPES[shape].num_warmup // _GROUP :]) for role, values in times.items()}
+    return {
+        role: _undisturbed(values[SHAPES[shape].num_warmup // SHAPES[shape].interval :])
+        for role, values in times.items()
+    }
 
 
 def _run_for(process: subprocess.Popen[bytes], seconds: float) -> None:
@@ -233,8 +239,8 @@ def _markdown(result: dict[str, Any]) -> str:
     lines = [f"# Iterations of small models on {result['machine']}, {result['date']}", ""]
     lines += [
         f"torch {result['torch']}, {result['threads']} threads, float32, no dropout, no biases. Milliseconds per",
-        f"iteration: median [quartiles] of means of ten iterations, in {result['rounds']} rounds of alternating",
-        f"turns. Load average {result['load_average']}.",
+        f"iteration: median [quartiles], in {result['rounds']} rounds of alternating turns of {result['turn_s']:g} s.",
+        f"Times of the smallest model are means of ten iterations. Load average {result['load_average']}.",
         "",
         "| model | ours | " + result["other"] + " | floor | other ÷ ours | ours ÷ floor |",
         "|---|---|---|---|---|---|",
@@ -288,6 +294,7 @@ def main() -> None:
         "torch": torch.__version__,
         "threads": options.threads,
         "rounds": options.rounds,
+        "turn_s": options.turn,
         "load_average": ", ".join(f"{load:.2f}" for load in os.getloadavg()),
         "other": "plain torch model" if options.nanogpt is None else "nanoGPT",
         "times": times,
