@@ -23,7 +23,7 @@ from megatron.core.object_store import as_path
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_config import Fp8Config
 from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_stage
-from megatron.core.tensor_parallel import read_overlap_methods
+from megatron.core.tensor_parallel import read_overlap_methods, unchunked_gemms
 
 
 def model_notes(config: RunConfig) -> list[str]:
@@ -506,9 +506,9 @@ def _resolve_tp_overlap(config: RunConfig, notes: list[str], problems: list[str]
         missing = sizes if model.tensor_model_parallel_size == 1 else f"{sizes} without --sequence-parallel"
         notes.append(f"--tp-comm-overlap has no effect with {missing}: turned off")
         return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap=False))
-    if model.fp8.is_quantized:
-        kind = "FP8" if model.fp8.fp4_format is None else "NVFP4"
-        notes.append(f"--tp-comm-overlap applies only to 16-bit layers: {kind} GEMMs are not split into chunks")
+    whole = unchunked_gemms(model.fp8, model.tp_comm_overlap_impl)
+    if whole is not None:
+        notes.append(f"--tp-comm-overlap: {whole} are not split into chunks")
     if model.tp_comm_overlap_cfg is None:
         return config
     methods: tuple[str, ...] = ()

@@ -18,7 +18,14 @@ from megatron.core.collectives import all_reduce, any_rank, broadcast_object
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.main_grad import MainGrad
 from megatron.core.object_store import as_path
-from megatron.core.ops import gradient_library, grouped_product, has_library, linear
+from megatron.core.ops import (
+    Float8Recipe,
+    gradient_library,
+    grouped_product,
+    has_library,
+    has_scaled_products,
+    linear,
+)
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import (
@@ -27,8 +34,10 @@ from megatron.core.tensor_parallel import (
     LinearOverlap,
     linear_overlap,
     tensor_parallel_linear,
+    unchunked_gemms,
     why_no_symmetric_memory,
 )
+from megatron.core.transformer import DecoderConfig
 from megatron.training.initialize import LaunchEnvironment, Runtime, omp_num_threads
 
 AUTO = "auto"
@@ -309,8 +318,20 @@ def choose_tp_overlap(config: RunConfig, runtime: Runtime, log: Callable[[str], 
     else:
         recorded = recorded_choice(config, runtime, "tp_comm_overlap_impl")
         impl, why = (recorded, "as in the checkpoint") if recorded in ("ring", "whole") else _measured(config, runtime)
-    log(f" > tensor-parallel communication overlapped with GEMMs: {_WORDS[impl]} ({why})")
+    whole = None if impl == "whole" else _unchunked_gemms(model, impl)
+    but = "" if whole is None else f"; {whole} are not split into chunks"
+    log(f" > tensor-parallel communication overlapped with GEMMs: {_WORDS[impl]} ({why}){but}")
     return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap_impl=impl))
+
+
+def _unchunked_gemms(model: DecoderConfig, impl: str) -> str | None:
+    """Return the quantized GEMMs that this device does not split into chunks, or None."""
+    if impl == "symmetric-memory" and model.fp8.fp8_format is not None:
+        recipe = Float8Recipe.of(model.fp8)
+        # Without GEMMs of quantized operands nothing is multiplied in symmetric memory.
+        if not has_scaled_products(recipe.blocks, recipe.weight_blocks, "cuda"):
+            impl = "ring"
+    return unchunked_gemms(model.fp8, impl)
 
 
 def _measured(config: RunConfig, runtime: Runtime) -> tuple[str, str]:

@@ -122,8 +122,7 @@ OWN = {
     "other kernel": ".+ is not used, because .+",
     "tokenizer of a model": r"using the tokenizer of --load \S+: \w+",
     "documents apart": r"--reset-position-ids also limits attention to each document.+ --reset-attention-mask is added",
-    "chunks": r"( > tensor-parallel communication overlapped with GEMMs|--tp-comm-overlap applies only to 16-bit layers"
-    "): .+",
+    "chunks": r"( > tensor-parallel communication overlapped with GEMMs|--tp-comm-overlap): .+",
     "fp8": "fp8: .+",
     "offload": "optimizer offload: .+",
     "finished": r"training finished, evaluating(, about \d+ s)?",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LinearOverlap,
         linear_overlap,
         read_overlap_methods,
+        unchunked_gemms,
     )
     from megatron.core.tensor_parallel.cpu_offload import (
         ActivationOffload,
@@ -125,7 +126,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
-        "comm_overlap_config": "LinearOverlap WHOLE linear_overlap read_overlap_methods",
+        "comm_overlap_config": "LinearOverlap WHOLE linear_overlap read_overlap_methods unchunked_gemms",
         "cpu_offload": "ActivationOffload WeightOffload",
         "chunked_cross_entropy": "linear_cross_entropy",
         "loss_chunks": "chunk_rows",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_config import Fp8Config, ParallelConfig
 
 LinearName = Literal["qkv", "proj", "fc1", "fc2", "output"]
 ROW_PARALLEL: tuple[LinearName, ...] = ("proj", "fc2")
@@ -68,6 +68,21 @@ def linear_overlap(config: ParallelConfig, name: LinearName | None) -> LinearOve
         bulk_scatter=config.tp_comm_bulk_wgrad,
         uses_symmetric_memory=config.tp_comm_overlap_impl == "symmetric-memory",
     )
+
+
+def unchunked_gemms(fp8: Fp8Config, impl: str) -> str | None:
+    """Return the quantized GEMMs that an implementation of chunked overlap does not split, or None.
+
+    For ``auto`` these are the GEMMs that no implementation splits.
+    """
+    if fp8.fp4_format is not None:
+        return "NVFP4 GEMMs"
+    if fp8.fp8_format is None:
+        return None
+    if impl in ("ring", "whole") or fp8.fp8_recipe in ("blockwise", "mxfp8"):
+        return "FP8 GEMMs"
+    # Only a transposable FP8 gradient is gathered in FP8, and then the output is scattered by the FP8 layer itself.
+    return "FP8 GEMMs of row-parallel layers" if fp8.fp8_recipe == "rowwise" or not fp8.fp8_wgrad else None
 
 
 _FLAG = "--tp-comm-overlap-cfg"

@@ -297,6 +297,36 @@ def test_symmetric_memory_is_not_kept_over_a_restart(
     assert why in lines[0]
 
 
+UNSPLIT = "; FP8 GEMMs are not split into chunks"
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_memory", "has_products", "ends"),
+    [
+        ("--fp8-recipe tensorwise", True, True, "(of its devices)"),
+        ("--fp8-recipe tensorwise", True, False, UNSPLIT),
+        ("--fp8-recipe tensorwise", False, True, UNSPLIT),
+        ("--fp8-recipe blockwise", True, True, UNSPLIT),
+        ("--fp8-recipe rowwise", True, True, "; FP8 GEMMs of row-parallel layers are not split into chunks"),
+        ("--no-fp8-wgrad", True, True, "; FP8 GEMMs of row-parallel layers are not split into chunks"),
+    ],
+)
+def test_the_line_names_the_fp8_gemms_without_chunks(
+    flags: str, has_memory: bool, has_products: bool, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autotune, "why_no_symmetric_memory", lambda tp, peers: None if has_memory else "of a test")
+    monkeypatch.setattr(autotune, "has_scaled_products", lambda blocks, weight_blocks, device: has_products)
+    monkeypatch.setattr(Device, "has_peers", lambda device: True)
+    sizes = ["--kv-channels", "16", "--seq-length", "64", "--max-position-embeddings", "64"]
+    fp8 = ("--bf16", "--fp8-format", "hybrid", *flags.split())
+    config = resolve_arguments([*MINIMAL, *LAYOUT, *sizes, "--tp-comm-overlap", *fp8], 2).config
+    runtime = make_runtime(resolve_arguments([*MINIMAL], 1).config, Device("cpu"))
+    lines: list[str] = []
+    choose_tp_overlap(config, replace(runtime, device=Device("cuda")), lines.append)
+    assert len(lines) == 1
+    assert lines[0].endswith(ends)
+
+
 FLAG = "--transformer-impl transformer_engine"
 
 

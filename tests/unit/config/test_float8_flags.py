@@ -233,7 +233,13 @@ LORA = "--lora-rank 2 --load somewhere --finetune"
             "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 64 --max-position-embeddings 64 "
             "--tp-comm-overlap --tp-comm-overlap-impl ring",
             2,
-            "FP8 GEMMs are not split into chunks",
+            "--tp-comm-overlap: FP8 GEMMs are not split into chunks",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 64 --max-position-embeddings 64 "
+            "--tp-comm-overlap --fp8-recipe rowwise",
+            2,
+            "--tp-comm-overlap: FP8 GEMMs of row-parallel layers are not split into chunks",
         ),
         ("--optimizer-cpu-offload --optimizer-offload-fraction 0", 1, "offloads nothing"),
     ],
