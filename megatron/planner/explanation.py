@@ -49,8 +49,9 @@ from megatron.planner.choice import (
 from megatron.planner.communication import step_traffic
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
+from megatron.planner.memory import stage_state
 from megatron.planner.plan import DEEPEP_AS_ALLTOALL, Plan, step_flops
-from megatron.planner.prediction import Prediction, predict, usable_bytes
+from megatron.planner.prediction import Prediction, least_used_bytes, plan_refusals, predict, usable_bytes
 from megatron.planner.step_time import StepTime
 from megatron.training import ModelSize, model_size
 
@@ -289,7 +290,13 @@ def _try(edit: _Edit, before: float | None, read: Read, gpu: Gpu, implementation
         ConfigurationError: the flags are invalid.
     """
     plan = Plan.of(read(edit.words, edit.world_size).config)
-    prediction = predict(plan, implementation, gpu)
+    if plan_refusals(plan, implementation, gpu):
+        return None
+    states = [stage_state(plan, stage, implementation) for stage in range(plan.parallel_sizes.pp)]
+    if least_used_bytes(states) > usable_bytes(gpu):
+        # Most edits of a model that is far too large end here. Tracing their layers would take minutes.
+        return None
+    prediction = predict(plan, implementation, gpu, states=states)
     if prediction.time is None or prediction.used_bytes is None:
         return None
     seconds = _seconds_per_token(plan, prediction.time)

@@ -161,6 +161,11 @@ def usable_bytes(gpu: Gpu) -> int:
     return gpu.memory_bytes - _DRIVER_BYTES
 
 
+def least_used_bytes(states: Sequence[StageState], platform: Platform = HOPPER_MACHINES) -> int:
+    """Return a lower bound of the largest used memory of a GPU, from the memory of the stages between steps alone."""
+    return max(state.total for state in states) + platform.held_bytes
+
+
 def predict(
     plan: Plan,
     implementation: Implementation,

@@ -23,7 +23,14 @@ from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
 from megatron.planner.memory import ModelPieces, StageState, model_pieces, stage_memory, stage_state
 from megatron.planner.plan import Plan, layer_kinds, step_flops
-from megatron.planner.prediction import HOPPER_MACHINES, Prediction, plan_refusals, predict, usable_bytes
+from megatron.planner.prediction import (
+    HOPPER_MACHINES,
+    Prediction,
+    least_used_bytes,
+    plan_refusals,
+    predict,
+    usable_bytes,
+)
 from megatron.planner.trace_store import UntraceableError, trace_in_this_process
 
 
@@ -354,7 +361,7 @@ def _has_room(
     """Return whether the memory between steps fits with a sharding; if not, note it."""
     choice, usable = dataclasses.replace(layout, sharding=sharding), usable_bytes(gpu)
     states = _states(found, lambda: Plan.of(choice.apply(config)), choice, implementation)
-    least = max(state.total for state in states) + HOPPER_MACHINES.held_bytes
+    least = least_used_bytes(states)
     if least > usable:
         reason = f"weights, gradients and optimizer alone need {least // _MIB} of {usable // _MIB} MiB"
         found.dropped.append(Dropped(choice, "oom", reason))

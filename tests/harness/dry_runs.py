@@ -1,8 +1,10 @@
-"""Many dry runs in one process of their own: the library that stands in for CUDA must come before torch."""
+"""Dry runs in one more process, since the library that replaces CUDA must be loaded before torch."""
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import subprocess
 import sys
 import traceback
@@ -40,28 +42,42 @@ class DryRunResult:
     error: str = ""
 
 
-def run_dry_runs(cases: Sequence[DryRunCase], cache: Path | None = None) -> dict[str, DryRunResult]:
-    """Return the results by name.
+def run_dry_runs(cases: Sequence[DryRunCase]) -> dict[str, DryRunResult]:
+    """Return the results by name."""
+    if _worker().poll() is not None:
+        # It ended in an earlier test.
+        _worker.cache_clear()
+    worker = _worker()
+    assert worker.stdin is not None and worker.stdout is not None  # noqa: PT018 both are pipes
+    print(json.dumps([asdict(case) for case in cases]), file=worker.stdin, flush=True)
+    line = worker.stdout.readline()
+    assert line, "the process of the dry runs has ended; its standard error has the reason"
+    return {name: DryRunResult(**result) for name, result in json.loads(line).items()}
 
-    ``cache`` keeps the library that is built, by default where every dry run looks for it: it takes seconds to build.
+
+@functools.cache
+def _worker() -> subprocess.Popen[str]:
+    """Return a process that runs cases until its standard input is closed, when this process ends.
+
+    Its start takes longer than most cases.
     """
-    given = json.dumps({"cache": cache and str(cache), "cases": [asdict(case) for case in cases]})
-    command = [sys.executable, "-m", "tests.harness.dry_runs"]
-    done = subprocess.run(command, input=given, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return {name: DryRunResult(**result) for name, result in json.loads(done.stdout.splitlines()[-1]).items()}
+    command, pipe = [sys.executable, "-m", "tests.harness.dry_runs"], subprocess.PIPE
+    return subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, text=True)
 
 
 def main() -> None:
-    """Run the cases that standard input has, and print the results."""
+    """Run the cases of each line of standard input, and print their results in one line."""
     from megatron.planner.simulation.fake_cuda import load_fake_cuda
 
-    given = json.load(sys.stdin)
-    load_fake_cuda(Path(given["cache"]) if given["cache"] else None)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    # Libraries may print too.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    load_fake_cuda()
     import torch
 
     torch.set_num_threads(1)
-    print(json.dumps(dict(_results([DryRunCase(**case) for case in given["cases"]]))))
+    for line in sys.stdin:
+        print(json.dumps(dict(_results([DryRunCase(**case) for case in json.loads(line)]))), file=answers, flush=True)
 
 
 def _results(cases: Sequence[DryRunCase]) -> Iterator[tuple[str, dict[str, Any]]]:

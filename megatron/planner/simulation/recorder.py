@@ -6,6 +6,7 @@ and the live device memory by holder, tracked per storage.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import sys
@@ -507,9 +508,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the line of this project that runs, or an empty string within autograd's own operations."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            path = frame.f_code.co_filename
-            if path.startswith(_NAMED) and not path.startswith(_PASSED_OVER):
-                return f"{Path(path).relative_to(_PROJECT).as_posix()}:{frame.f_lineno}"
+            name = _reported_name(frame.f_code.co_filename)
+            if name is not None:
+                return f"{name}:{frame.f_lineno}"
             if frame.f_code.co_name == "_engine_run_backward":
                 return ""
             frame = frame.f_back
@@ -524,6 +525,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = node._sequence_nr()
         known = self._where_of_node.get(number) or self._where_of_node.get(number + 1)
         return where or f"gradient of {known or node.name()}"
+
+
+@functools.cache
+def _reported_name(path: str) -> str | None:
+    """Return a source file's path within the project, or None if its lines are not reported."""
+    if path.startswith(_NAMED) and not path.startswith(_PASSED_OVER):
+        return Path(path).relative_to(_PROJECT).as_posix()
+    return None
 
 
 def _element_bytes(tensor: torch.Tensor) -> float:

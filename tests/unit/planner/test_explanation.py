@@ -6,6 +6,8 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,11 +17,12 @@ import pytest
 from megatron.cli.explain import main
 from megatron.cli.planner_arguments import read_planned_run
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.planner.explanation import Explanation, explain, first_rank
+from megatron.planner.explanation import Explanation, explain, find_changes, first_rank
 from megatron.planner.gpu import H100
-from megatron.planner.implementations import NATIVE
-from megatron.planner.memory import MEMORY_PARTS
+from megatron.planner.implementations import MEGATRON_TE, NATIVE
+from megatron.planner.memory import MEMORY_PARTS, StageState
 from megatron.planner.plan import DEEPEP_AS_ALLTOALL
+from megatron.planner.prediction import least_used_bytes, usable_bytes
 from megatron.planner.report import to_page, to_text
 from megatron.training.theoretical_memory_usage import model_size
 from tests.closed_forms.step_traffic import step_traffic
@@ -159,6 +162,25 @@ def test_a_layout_that_does_not_fit_gets_three_changes_that_do(capsys: pytest.Ca
     assert [line.strip()[:2] for line in changes] == ["1.", "2.", "3."]
     assert all("ms per step" in line and "MiB left" in line for line in changes)
     assert [f"{each['flags']}: {each['cost']}" for each in named] == [line.strip()[3:] for line in changes[:3]]
+
+
+def test_changes_whose_state_alone_does_not_fit_are_rejected_without_a_prediction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rejected = Counter[bool]()
+
+    def counted(states: Sequence[StageState]) -> int:
+        least = least_used_bytes(states)
+        rejected[least > usable_bytes(H100)] += 1
+        return least
+
+    monkeypatch.setattr("megatron.planner.explanation.least_used_bytes", counted)
+    found = find_changes(LARGE, 32, read_planned_run, H100, MEGATRON_TE)
+    assert rejected[True] > 20
+    assert len(found) == 3
+    # Predictions of all of them find the same changes.
+    monkeypatch.setattr("megatron.planner.explanation.least_used_bytes", lambda states: 0)
+    assert find_changes(LARGE, 32, read_planned_run, H100, MEGATRON_TE) == found
 
 
 def test_a_refused_layout_gets_changes_that_run(capsys: pytest.CaptureFixture[str]) -> None:
