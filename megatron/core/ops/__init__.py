@@ -47,6 +47,8 @@ if TYPE_CHECKING:
         QuantizedGroups,
         grouped_scaled_product,
         has_scaled_groups,
+        quantize_activated,
+        quantize_activation_gradient,
         quantize_groups,
         quantize_weights,
         unfinished_scaled_gradient,
@@ -131,8 +133,8 @@ __getattr__ = lazy_exports(
         ),
         "flash_implementation": "FlashShape activate_flash_implementation active_flash_implementation",
         "fp8_groups": (
-            "PaddedGroups QuantizedGroups grouped_scaled_product has_scaled_groups quantize_groups quantize_weights "
-            "unfinished_scaled_gradient"
+            "PaddedGroups QuantizedGroups grouped_scaled_product has_scaled_groups quantize_activated "
+            "quantize_activation_gradient quantize_groups quantize_weights unfinished_scaled_gradient"
         ),
         "fp8_quantizers": "Float8Recipe Float8State Fp8Quantizers weights_kept",
         "fp8_tensor": (

@@ -18,7 +18,7 @@ pytestmark = needs_triton
 MAX_REGISTERS = 64
 """With these, 1024 threads of any program are at work on a multiprocessor at once."""
 MIN_FLOAT8_CAPABILITY = 90
-NUM_PROGRAMS, NUM_FLOAT8 = 58, 15
+NUM_PROGRAMS, NUM_FLOAT8 = 58, 25
 MAX_NORM_GRADIENT_REGISTERS = 128
 """Its threads keep their part of the weight gradients while the rows pass."""
 MAX_WIDE_GATE_STACK_BYTES = 40
@@ -40,6 +40,7 @@ def programs(capability: int) -> Iterator[Program]:
         cross_entropy,
         dropout_keys,
         fp8_cast,
+        fp8_gated_gradient,
         fp8_group_cast,
         gated_norm,
         query_key_value,
@@ -179,11 +180,19 @@ def programs(capability: int) -> Iterator[Program]:
         kinds |= dict.fromkeys(("per_token", "num_choices", "num_groups"), "odd")
         sizes = {"ROWS": fp8_group_cast._WHOLE_ROWS, "BLOCK": fp8_group_cast._WHOLE_ROW}
         sizes |= {"IS_PADDED": False, "GRAIN": fp8_group_cast.GRAIN}
-        whole = kinds | {"scale": "*fp32"}
-        yield "float8 rows of groups", fp8_group_cast.whole_rows_program, whole, sizes, fp8_group_cast._WARPS
-        sizes = {"ROWS": fp8_group_cast.GRAIN, "BLOCK": fp8_group_cast._BLOCK, "IS_PADDED": False}
-        yield "amax of groups", fp8_group_cast.group_amax_program, kinds, sizes, fp8_group_cast._WARPS
-        yield "float8 groups", fp8_group_cast.group_rows_program, kinds, sizes, fp8_group_cast._WARPS
+        kinds |= dict.fromkeys(("activated_columns", "activated_amax"), "*i32") | {"activated_turned": "*u8"}
+        whole, warps = kinds | {"scale": "*fp32"}, fp8_group_cast._WARPS
+        tile = {"ROWS": fp8_group_cast.GRAIN, "BLOCK": fp8_group_cast._BLOCK, "IS_PADDED": False}
+        for kind in (None, *activation.GATED_KINDS):
+            of_kind = {"KIND": kind, "IS_PADDED": kind is not None}
+            yield f"float8 rows of groups, {kind}", fp8_group_cast.whole_rows_program, whole, sizes | of_kind, warps
+            yield f"amax of groups, {kind}", fp8_group_cast.group_amax_program, kinds, tile | of_kind, warps
+            yield f"float8 groups, {kind}", fp8_group_cast.group_rows_program, kinds, tile | of_kind, warps
+        tile = {"ROWS": fp8_group_cast.GRAIN, "BLOCK": fp8_gated_gradient._BLOCK}
+        for kind in activation.GATED_KINDS:
+            of_kind, warps = tile | {"KIND": kind}, fp8_gated_gradient._WARPS
+            yield f"amax of gradients, {kind}", fp8_gated_gradient.gradient_amax_program, kinds, of_kind, warps
+            yield f"float8 gradients, {kind}", fp8_gated_gradient.gradient_rows_program, kinds, of_kind, warps
 
 
 def matmul_programs(capability: int) -> Iterator[Program]:
