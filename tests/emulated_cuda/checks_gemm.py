@@ -32,7 +32,7 @@ from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.ops.gemm import RowEnds
 from megatron.core.ops.token_rows import RowOrder
 from megatron.core.parallel_config import Fp8Config
-from megatron.core.transformer.moe.expert_dispatch import combine, run_in_order, sort_choices
+from megatron.core.transformer.moe.expert_dispatch import run_in_order, sort_choices
 from megatron.core.transformer.moe.fp8_experts import ExpertWeights, float8_experts
 from megatron.core.transformer.moe.grouped_experts import float8_grouped_linear
 from tests.emulated_cuda.activation import load_bindings
@@ -398,8 +398,7 @@ def test_scaled_groups() -> None:
 
 
 @pytest.mark.skipif(GPU != 9, reason="torch has this kernel for SM90 only")
-@pytest.mark.parametrize("returns_padded", [True, False])
-def test_experts_that_are_multiplied_at_once_are_those_one_by_one(returns_padded: bool) -> None:
+def test_experts_that_are_multiplied_at_once_are_those_one_by_one() -> None:
     counts = (5, 0, 33, 16)
     recipe = Float8Recipe.of(Fp8Config(fp8_format="e4m3", fp8_recipe="rowwise"))
     quantizers, activation = [Fp8Quantizers(recipe) for _ in counts], partial(gated_activation, kind="swiglu")
@@ -413,8 +412,7 @@ def test_experts_that_are_multiplied_at_once_are_those_one_by_one(returns_padded
             ends = RowEnds(torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32))
             groups = PaddedGroups.of(ends, len(x), x.device)
             linears = [ExpertWeights(weight, quantizers[0]) for weight in (first, second)]
-            output = float8_experts(x, *linears, activation, groups, late=None, returns_padded=returns_padded)
-            output = output[groups.order.slots.flatten()] if returns_padded else output
+            output = float8_experts(x, *linears, activation, groups, None, late=None)
         else:
             options = {"adds_bias": False, "library": "auto"}
             inner = float8_grouped_linear(x, first, None, counts, quantizers, **options)
@@ -450,10 +448,10 @@ def test_experts_read_tokens_in_the_order_of_their_rows(kind: str) -> None:
         weights = None if given is None else given.clone().requires_grad_()
         linears = [(each / 8).bfloat16().requires_grad_() for each in (first, second)]
 
-        def layers(rows: torch.Tensor, groups: PaddedGroups, returns_padded: bool = False) -> torch.Tensor:
-            weights = [ExpertWeights(linear, Fp8Quantizers(recipe)) for linear in linears]  # noqa: B023
+        def layers(rows: torch.Tensor, groups: PaddedGroups, weights: torch.Tensor | None = None) -> torch.Tensor:
+            experts = [ExpertWeights(linear, Fp8Quantizers(recipe)) for linear in linears]  # noqa: B023
             activation = partial(gated_activation, kind="swiglu")
-            return float8_experts(rows, *weights, activation, groups, late=None, returns_padded=returns_padded)
+            return float8_experts(rows, *experts, activation, groups, weights, late=None)
 
         num_rows = 37 * per_token
         if copies:
@@ -465,8 +463,7 @@ def test_experts_read_tokens_in_the_order_of_their_rows(kind: str) -> None:
         else:
             groups = PaddedGroups.of(ordered.row_ends(), num_rows, x.device, order)
             assert groups.pads_end == (kind == "one expert")
-            output = layers(x, groups, weights is not None)
-            output = output if weights is None else combine(output, weights, groups.order)
+            output = layers(x, groups, weights)
         output.backward(out_grad)
         results.append([output, x.grad, *(each.grad for each in linears), *([] if weights is None else [weights.grad])])
     for mine, theirs in zip(*results, strict=True):

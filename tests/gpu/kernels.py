@@ -133,6 +133,7 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
             return gate(first) * second
 
         yield KernelPair(kind, partial(gated_activation, kind=kind), twin, (hidden,))
+    # One that is not fused writes the activation, or the gradient, before it is quantized: the numbers are the same.
     rows = (length * batch, hidden[-1])
     yield KernelPair("swiglu in FP8", swiglu_in_float8, partial(swiglu_in_float8, fuses=False), (rows,), False)
     shapes = rows, (rows[0], rows[1] // 2)

@@ -108,6 +108,7 @@ if TYPE_CHECKING:
         combine_rows,
         gather_rows,
         sum_rows,
+        weights_gradient,
     )
     from megatron.core.ops.transformer_engine import (
         TRANSFORMER_ENGINE,
@@ -149,7 +150,7 @@ __getattr__ = lazy_exports(
         "nvfp4_quantizers": "Nvfp4Quantizers",
         "nvfp4_tensor": "has_nvfp4_products",
         "sparse_attention": "attention_of_all_heads index_scores indexer_divergence select_keys",
-        "token_rows": "RowOrder add_groups combine_gradients combine_rows gather_rows sum_rows",
+        "token_rows": "RowOrder add_groups combine_gradients combine_rows gather_rows sum_rows weights_gradient",
         "transformer_engine": "EngineNorm TRANSFORMER_ENGINE transformer_engine_for why_no_transformer_engine",
         "triton_support": "casts_to_float8 runs_on_triton triton_works",
     },

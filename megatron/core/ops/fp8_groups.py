@@ -17,7 +17,7 @@ from megatron.core.device import compute_capability
 from megatron.core.ops.fp8_tensor import E4M3, _cast, scale_of
 from megatron.core.ops.gated_activation import kind_of
 from megatron.core.ops.gemm import Groups, RowEnds, group_ends, has_grouped_kernel
-from megatron.core.ops.token_rows import RowOrder, gather_rows, sum_rows
+from megatron.core.ops.token_rows import RowOrder, gather_rows, sum_rows, weighted_rows
 from megatron.core.ops.triton_support import casts_on_triton
 
 GRAIN = 16
@@ -78,10 +78,24 @@ class PaddedGroups:
             return rows.index_select(0, self.order.slots.flatten())
         return sum_rows(rows, self.order)
 
-    def quantize(self, x: torch.Tensor, *, is_padded: bool = True, plain: bool, transpose: bool) -> QuantizedGroups:
-        """Quantize padded rows, of which the padding may have any values, or the rows of tokens."""
-        forms = {"plain": plain, "transpose": transpose}
-        return quantize_groups(x, self.group_of, len(self.ends), order=self.order, is_padded=is_padded, **forms)
+    def quantize(
+        self,
+        x: torch.Tensor,
+        *,
+        is_padded: bool = True,
+        weights: torch.Tensor | None = None,
+        plain: bool,
+        transpose: bool,
+    ) -> QuantizedGroups:
+        """Quantize padded rows, of which the padding may have any values, or the rows of tokens, times ``weights``."""
+        return quantize_groups(
+            *(x, self.group_of, len(self.ends)),
+            order=self.order,
+            is_padded=is_padded,
+            weights=weights,
+            plain=plain,
+            transpose=transpose,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,32 +133,36 @@ def quantize_groups(
     *,
     order: RowOrder | None = None,
     is_padded: bool = False,
+    weights: torch.Tensor | None = None,
     plain: bool,
     transpose: bool,
 ) -> QuantizedGroups:
     """Quantize groups of rows, their transposes, or both; ``order`` and ``group_of`` as in `PaddedGroups`.
 
     With an ``order`` the rows of ``x`` are tokens, or with ``is_padded`` the padded rows, of which those without a
-    choice count as zeros.
+    choice count as zeros. Rows of tokens are multiplied by the ``weights`` of their choices, if given, and rounded to
+    the dtype of ``x`` before.
 
-    Shapes: ``x: [m, width]``, ``order.choices: [n]``, ``group_of: [n / GRAIN]``, without an order ``n = m``.
+    Shapes: ``x: [m, width]``, ``weights: [m, c]``, ``order.choices: [n]``, ``group_of: [n / GRAIN]``, without an order
+    ``n = m``.
     """
     x = x.detach().contiguous()
     if casts_on_triton(x):
         from megatron.core.ops.triton import cast_groups
 
+        weights = None if weights is None else weights.detach().contiguous()
         choices, per_token, count = None, 1, 0
         if order is not None:
             choices, per_token, count = order.choices, order.per_token, order.slots.numel()
         return QuantizedGroups.of(
             *cast_groups(
                 x, choices, per_token, count, group_of, num_groups,
-                is_padded=is_padded, plain=plain, transpose=transpose,
+                is_padded=is_padded, weights=weights, plain=plain, transpose=transpose,
             )
         )  # fmt: skip
     rows = x
     if order is not None and not is_padded:
-        rows = gather_rows(x, order)
+        rows = gather_rows(x, order) if weights is None else weighted_rows(x, weights, order)
     elif order is not None:
         rows = x.masked_fill((order.choices >= order.slots.numel())[:, None], 0.0)
     of_rows = group_of.repeat_interleave(GRAIN)

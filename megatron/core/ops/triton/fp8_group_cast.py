@@ -33,6 +33,7 @@ _WHOLE_ROW, _WHOLE_ROWS = 4096, 2
 def _values(
     x,
     choices,
+    weights,
     per_token,
     num_choices,
     group,
@@ -45,7 +46,8 @@ def _values(
 ):
     """Return a tile in float32; rows without a choice, and those after the last group, are zero.
 
-    With a ``KIND`` it is a tile of this gated activation of ``x: [m, 2 * width]``, rounded to the dtype of ``x``.
+    With a ``KIND`` it is a tile of this gated activation of ``x: [m, 2 * width]``, and with ``weights`` rows are
+    multiplied by those of their choices. Either is rounded to the dtype of ``x``.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -65,6 +67,9 @@ def _values(
         up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
         activated, _ = activation_and_slope(gate, KIND)
         values = (activated * up).to(x.dtype.element_ty).to(tl.float32)
+    if weights is not None:
+        weight = tl.load(weights + choice, mask=exists, other=0.0).to(tl.float32)
+        values = (values * weight[:, None]).to(x.dtype.element_ty).to(tl.float32)
     return values
 
 
@@ -88,6 +93,7 @@ def write_transpose(values, amax, turned, row, column, is_inside, has_group, num
 def group_amax_program(
     x: tl.tensor,
     choices: tl.tensor,
+    weights: tl.tensor,
     group_of: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
@@ -102,7 +108,9 @@ def group_amax_program(
 ):
     """Raise ``rows: [n]`` and ``columns: [groups, width]`` to the bits of the largest absolute values."""
     group = tl.load(group_of + tl.program_id(0)).to(tl.int64)
-    values = _values(x, choices, per_token, num_choices, group, num_groups, width, IS_PADDED, KIND, ROWS, BLOCK)
+    values = _values(
+        x, choices, weights, per_token, num_choices, group, num_groups, width, IS_PADDED, KIND, ROWS, BLOCK
+    )
     bits = _absolute_bits(values)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -117,6 +125,7 @@ def group_amax_program(
 def group_rows_program(
     x: tl.tensor,
     choices: tl.tensor,
+    weights: tl.tensor,
     group_of: tl.tensor,
     row_amax: tl.tensor,
     column_amax: tl.tensor,
@@ -134,7 +143,9 @@ def group_rows_program(
 ):
     """Write one tile of ``data: [num_rows, width]`` and of ``turned: [width, num_rows]`` in E4M3."""
     group = tl.load(group_of + tl.program_id(0)).to(tl.int64)
-    values = _values(x, choices, per_token, num_choices, group, num_groups, width, IS_PADDED, KIND, ROWS, BLOCK)
+    values = _values(
+        x, choices, weights, per_token, num_choices, group, num_groups, width, IS_PADDED, KIND, ROWS, BLOCK
+    )
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = column < width
@@ -150,6 +161,7 @@ def group_rows_program(
 def whole_rows_program(
     x: tl.tensor,
     choices: tl.tensor,
+    weights: tl.tensor,
     group_of: tl.tensor,
     scale: tl.tensor,
     data: tl.tensor,
@@ -165,7 +177,9 @@ def whole_rows_program(
 ):
     """Write some whole rows of ``data: [n, width]`` in E4M3, and their scales."""
     group = tl.load(group_of + tl.program_id(0) * ROWS // GRAIN).to(tl.int64)
-    values = _values(x, choices, per_token, num_choices, group, num_groups, width, IS_PADDED, KIND, ROWS, BLOCK)
+    values = _values(
+        x, choices, weights, per_token, num_choices, group, num_groups, width, IS_PADDED, KIND, ROWS, BLOCK
+    )
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     exponents = _exponents(tl.max(_absolute_bits(values), axis=1), False)
@@ -184,6 +198,7 @@ def cast_groups(
     *,
     is_padded: bool,
     kind: str | None = None,
+    weights: torch.Tensor | None = None,
     plain: bool,
     transpose: bool,
 ) -> tuple[Part | None, Part | None]:
@@ -192,7 +207,8 @@ def cast_groups(
     ``choices`` has the choice of each row of the result, and a row of ``x`` is a token with ``per_token`` choices. The
     choice ``num_choices`` or more means zeros. With ``is_padded`` the rows of ``x`` are those of the result.
     ``group_of`` has the group of each `GRAIN` rows, which is ``num_groups`` after the last group. With a ``kind`` this
-    gated activation of ``x`` is quantized. Rows without transposes are read once, if one instance can hold a row.
+    gated activation of ``x`` is quantized, and with ``weights`` of the choices each row is multiplied by its weight
+    first. Rows without transposes are read once, if one instance can hold a row.
 
     Shapes: ``x: [m, width]``, or with a kind ``[m, 2 * width]``, ``choices: [n]``, ``group_of: [n / GRAIN] ->
     ([n, width], [n]), ([width, n], [groups, width])``.
@@ -203,7 +219,7 @@ def cast_groups(
         rows = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device)
         scales = torch.empty(num_rows, device=x.device)
         whole_rows_program[(num_rows // _WHOLE_ROWS,)](
-            x, choices, group_of, scales, rows, per_token, num_choices, num_groups, width,
+            x, choices, weights, group_of, scales, rows, per_token, num_choices, num_groups, width,
             IS_PADDED=is_padded, KIND=kind, GRAIN=GRAIN, ROWS=_WHOLE_ROWS, BLOCK=triton.next_power_of_2(width),
             num_warps=_WARPS,
         )  # fmt: skip
@@ -213,13 +229,14 @@ def cast_groups(
     of_rows, of_columns = (part if size else None for part, size in zip(amax.split(sizes), sizes))
     grid = len(group_of), triton.cdiv(width, _BLOCK)
     group_amax_program[grid](
-        x, choices, group_of, of_rows, of_columns, per_token, num_choices, num_groups, width,
+        x, choices, weights, group_of, of_rows, of_columns, per_token, num_choices, num_groups, width,
         IS_PADDED=is_padded, KIND=kind, ROWS=GRAIN, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
     data = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device) if plain else None
     turned = torch.empty(width, num_rows, dtype=torch.uint8, device=x.device) if transpose else None
     group_rows_program[grid](
-        x, choices, group_of, of_rows, of_columns, data, turned, per_token, num_choices, num_groups, num_rows, width,
+        x, choices, weights, group_of, of_rows, of_columns, data, turned,
+        per_token, num_choices, num_groups, num_rows, width,
         IS_PADDED=is_padded, KIND=kind, ROWS=GRAIN, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
     scale, turned_scale = scales_of(amax.view(torch.float32), torch.float8_e4m3fn).split(sizes)

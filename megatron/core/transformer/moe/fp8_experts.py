@@ -19,10 +19,12 @@ from megatron.core.ops import (
     PaddedGroups,
     QuantizedGroups,
     add_groups,
+    combine_rows,
     grouped_scaled_product,
     quantize_activated,
     quantize_activation_gradient,
     unfinished_scaled_gradient,
+    weights_gradient,
 )
 from megatron.core.transformer.moe.expert_dispatch import LateGradients
 
@@ -42,11 +44,11 @@ class _Float8Experts(torch.autograd.Function):
         x: torch.Tensor,
         first_weight: torch.Tensor,
         second_weight: torch.Tensor,
+        weights: torch.Tensor | None,
         quantizers: tuple[Fp8Quantizers, Fp8Quantizers],
         activation: Callable[[torch.Tensor], torch.Tensor],
         groups: PaddedGroups,
         late: LateGradients | None,
-        returns_padded: bool,
     ) -> torch.Tensor:
         first, second = quantizers
         rows = groups.quantize(x, is_padded=False, plain=True, transpose=False)
@@ -57,26 +59,31 @@ class _Float8Experts(torch.autograd.Function):
         output = grouped_scaled_product(
             activated, second.weight_of_groups(second_weight, transpose=False), groups.ends, transpose=False
         )
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, inner, first_weight, second_weight)
+        # The gradients of the routing weights need the output.
+        kept = None if weights is None else output
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, inner, kept, first_weight, second_weight, weights)
         ctx.quantizers, ctx.activation, ctx.groups, ctx.late = quantizers, activation, groups, late
-        ctx.returns_padded = returns_padded
         # Looked up here: under recomputation the backward pass sees copies of the weights without main gradients.
         ctx.main_grads = main_grad_of(first_weight), main_grad_of(second_weight)
-        return output if returns_padded else groups.sum_rows(output)
+        if weights is None:
+            return groups.sum_rows(output)
+        return combine_rows(output, weights, groups.order, output.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, inner, first_weight, second_weight = ctx.saved_tensors
+        x, inner, output, first_weight, second_weight, weights = ctx.saved_tensors
         groups: PaddedGroups = ctx.groups
         first, second = ctx.quantizers
-        needs_x_grad, needs_first_grad, needs_second_grad = ctx.needs_input_grad[:3]
+        needs_x_grad, needs_first_grad, needs_second_grad, needs_weights_grad = ctx.needs_input_grad[:4]
         needs_inner_grad = needs_x_grad or needs_first_grad
-        rows = groups.quantize(grad, is_padded=ctx.returns_padded, plain=needs_inner_grad, transpose=needs_second_grad)
+        weights_grad = weights_gradient(grad, output, weights, groups.order) if needs_weights_grad else None
+        forms = {"plain": needs_inner_grad, "transpose": needs_second_grad}
+        rows = groups.quantize(grad, is_padded=False, weights=weights, **forms)
         x_grad = first_grad = second_grad = inner_rows = None
         if needs_inner_grad:
-            weights = second.weight_of_groups(second_weight, transpose=True)
+            turned = second.weight_of_groups(second_weight, transpose=True)
             inner_rows, activated = quantize_activation_gradient(
-                grouped_scaled_product(rows, weights, groups.ends, transpose=True),
+                grouped_scaled_product(rows, turned, groups.ends, transpose=True),
                 *(inner, groups, ctx.activation),
                 plain=needs_x_grad,
                 transpose=needs_first_grad,
@@ -89,13 +96,13 @@ class _Float8Experts(torch.autograd.Function):
             second_grad = _received(ctx.main_grads[1], add, second_weight, ctx.late)
         if needs_x_grad:
             assert inner_rows is not None
-            weights = first.weight_of_groups(first_weight, transpose=True)
-            x_grad = groups.sum_rows(grouped_scaled_product(inner_rows, weights, groups.ends, transpose=True))
+            turned = first.weight_of_groups(first_weight, transpose=True)
+            x_grad = groups.sum_rows(grouped_scaled_product(inner_rows, turned, groups.ends, transpose=True))
         if needs_first_grad:
             assert inner_rows is not None
             add = partial(_add_gradients_of_tokens, inner_rows, x.detach(), groups)
             first_grad = _received(ctx.main_grads[0], add, first_weight, ctx.late)
-        return x_grad, first_grad, second_grad, *(None,) * 5
+        return x_grad, first_grad, second_grad, weights_grad, *(None,) * 4
 
 
 def float8_experts(
@@ -104,20 +111,20 @@ def float8_experts(
     second: ExpertWeights,
     activation: Callable[[torch.Tensor], torch.Tensor],
     groups: PaddedGroups,
+    weights: torch.Tensor | None,
     *,
     late: LateGradients | None,
-    returns_padded: bool,
 ) -> torch.Tensor:
     """Apply the experts' two linear layers with the activation between them to tokens in the order of ``groups``.
 
-    Returns the sum of each token's rows, or with ``returns_padded`` the padded rows. If ``late`` is given, the backward
-    pass appends the additions to the weights' main gradients to it, and the caller runs them later in the same backward
-    pass.
+    Returns the sum of each token's rows, weighted if there are ``weights`` of its choices. If ``late`` is given, the
+    backward pass appends the additions to the weights' main gradients to it, and the caller runs them later in the same
+    backward pass.
 
-    Shapes: ``x: [n, h] -> [n, h]``, or padded ``[m, h]``.
+    Shapes: ``x: [n, h]``, ``weights: [n, c] -> [n, h]``.
     """
     quantizers = first.quantizers, second.quantizers
-    arguments = (x, first.weight, second.weight, quantizers, activation, groups, late, returns_padded)
+    arguments = (x, first.weight, second.weight, weights, quantizers, activation, groups, late)
     result: torch.Tensor = _Float8Experts.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 

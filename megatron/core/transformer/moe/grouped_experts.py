@@ -44,7 +44,7 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import Box, ParamSpec, Shard, quantized_of
 from megatron.core.tensor_parallel import make_parameter, saved_as_inputs
 from megatron.core.transformer import DecoderConfig, activation_of
-from megatron.core.transformer.moe.expert_dispatch import LateGradients, combine, run_in_order
+from megatron.core.transformer.moe.expert_dispatch import LateGradients, run_in_order
 from megatron.core.transformer.moe.fp8_experts import ExpertWeights, float8_experts
 
 
@@ -430,9 +430,8 @@ class GroupedExperts(nn.Module):
             return run_in_order(lambda rows: self._feed_forward(rows, counts, late), x, order, weights)
         padded = PaddedGroups.of(counts, num_rows, x.device, order)
         first, second = (linear(x, counts, gives_weights=True) for linear in (self.linear_fc1, self.linear_fc2))
-        is_weighted = weights is not None
-        output = float8_experts(x, first, second, self.activation, padded, late=late, returns_padded=is_weighted)
-        return output if weights is None else combine(output, weights, padded.order)
+        result: torch.Tensor = float8_experts(x, first, second, self.activation, padded, weights, late=late)
+        return result
 
     def _feed_forward(self, x: torch.Tensor, counts: Groups, late: LateGradients | None) -> torch.Tensor:
         inner = self.linear_fc1(x, counts, late=late)

@@ -22,7 +22,7 @@ from megatron.core.ops.fp8_groups import (
 from megatron.core.ops.fp8_tensor import E4M3, ROWS, quantize
 from megatron.core.ops.gated_activation import gated_activation, kind_of
 from megatron.core.ops.gemm import Groups, RowEnds, row_counts
-from megatron.core.ops.token_rows import gather_rows
+from megatron.core.ops.token_rows import combine_gradients, gather_rows
 from megatron.core.transformer.moe.expert_dispatch import sort_choices
 from tests.unit.core.ops.interpreted import cpu_runs_on_triton, interpret, needs_triton
 
@@ -302,6 +302,9 @@ def check_programs(dtype: torch.dtype, has_bad: bool) -> None:
     of_padded = {"order": groups.order, "is_padded": True}
     chosen, chosen_groups = of_choices(x)
     of_whole = torch.arange(2, dtype=torch.int32)
+    # By powers of two, so that the products need no rounding, which the interpreter does otherwise than torch.
+    powers = torch.randint(-3, 4, (len(chosen), chosen_groups.order.per_token)).float().exp2()
+    weighted = {"order": chosen_groups.order, "weights": powers}
     for plain, transpose in [(True, True), (True, False), (False, True)]:
         parts = {"plain": plain, "transpose": transpose}
         arguments = (
@@ -310,6 +313,7 @@ def check_programs(dtype: torch.dtype, has_bad: bool) -> None:
             ((padded, groups.group_of, len(groups.ends)), of_padded),
             ((whole, of_whole, 2), {}),
             ((long, of_whole[:1], 1), {}),
+            ((chosen, chosen_groups.group_of, len(chosen_groups.ends)), weighted),
         )
         expected = [quantize_groups(*given, **more, **parts) for given, more in arguments]
         with cpu_runs_on_triton():
@@ -320,6 +324,14 @@ def check_programs(dtype: torch.dtype, has_bad: bool) -> None:
                 assert (one is None) == (other is None)
                 if one is not None:
                     assert torch.equal(one.float().nan_to_num(7.0), other.float().nan_to_num(7.0)), name
+
+    # Quantized as they are weighted, rows have the bits of weighted rows that are written in between.
+    weights, empty = torch.rand(powers.shape), x.new_zeros(len(chosen_groups.order.choices), WIDTH)
+    with cpu_runs_on_triton():
+        written, _ = combine_gradients(chosen, empty, weights, chosen_groups.order)
+        expected_rows = chosen_groups.quantize(written, plain=True, transpose=True)
+        found = chosen_groups.quantize(chosen, is_padded=False, weights=weights, plain=True, transpose=True)
+        assert_equal(found, expected_rows)
 
 
 @needs_triton
