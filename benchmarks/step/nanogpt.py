@@ -4,9 +4,11 @@
 
 PATH is a checkout of nanoGPT. Its ``model.py`` is trained in nanoGPT's loop: batch, forward, backward, clipping, AdamW.
 Without it a plain torch model of the same shape takes its place, and is named so. The floor is the same GEMMs,
-attention and optimizer update alone, with the faster of torch's two GEMM libraries. Contestants run alternately, each
-time in a fresh process. A time is the mean of ten iterations; the first 50 iterations (10 of the larger models) are
-not counted.
+attention and optimizer update alone, with the faster of torch's two GEMM libraries. The contestants of a round are
+fresh processes that run in turns of some seconds, while the others are stopped: on a shared machine the speed changes
+by half within minutes, for all of them. A time is the mean of ten iterations of the smallest model, and one iteration
+of the others. The first 50 iterations (5 of the larger models) are not counted, nor are times of more than twice the
+median, in which the process was stopped.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import datetime
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]
-_GROUP = 10
+_ROLES = ("ours", "other", "floor")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Shape:
     vocab_size: int
     num_warmup: int
     iterations: int
+    interval: int
+    """Iterations per measured time."""
 
     @property
     def name(self) -> str:
@@ -59,14 +64,14 @@ class Shape:
 
 
 SHAPES = {
-    "nanogpt-cpu": Shape(4, 128, 4, 64, 12, 65, 50, 450),
-    "6x384": Shape(6, 384, 6, 256, 16, 65, 10, 30),
-    "12x768": Shape(12, 768, 12, 512, 2, 65, 10, 30),
+    "nanogpt-cpu": Shape(4, 128, 4, 64, 12, 65, 50, 450, 10),
+    "6x384": Shape(6, 384, 6, 256, 16, 65, 5, 30, 1),
+    "12x768": Shape(12, 768, 12, 512, 2, 65, 5, 30, 1),
 }
 
 
 def train_ours(shape: Shape) -> list[float]:
-    """Return the milliseconds per iteration that `pretrain_gpt.py` logs, one number per ten iterations."""
+    """Return the milliseconds per iteration that `pretrain_gpt.py` logs, one number per interval."""
     flags = [
         *("--num-layers", shape.num_layers, "--hidden-size", shape.hidden_size),
         *("--num-attention-heads", shape.num_heads, "--seq-length", shape.seq_length),
@@ -75,7 +80,8 @@ def train_ours(shape: Shape) -> list[float]:
         *("--vocab-size", shape.vocab_size - 1, "--make-vocab-size-divisible-by", 1),
         *("--disable-bias-linear", "--hidden-dropout", 0, "--attention-dropout", 0),
         *("--lr", 1e-3, "--min-lr", 1e-4, "--lr-warmup-iters", 10, "--lr-decay-iters", 2000, "--adam-beta2", 0.99),
-        *("--weight-decay", 0.1, "--clip-grad", 1.0, "--train-iters", shape.iterations, "--log-interval", _GROUP),
+        *("--weight-decay", 0.1, "--clip-grad", 1.0),
+        *("--train-iters", shape.iterations, "--log-interval", shape.interval),
         *("--eval-interval", 1_000_000, "--eval-iters", 0),
     ]
     command = [sys.executable, str(_ROOT / "pretrain_gpt.py"), *map(str, flags)]
@@ -84,7 +90,7 @@ def train_ours(shape: Shape) -> list[float]:
 
 
 def train_other(shape: Shape, nanogpt: Path | None) -> list[float]:
-    """Return the milliseconds per iteration of nanoGPT's loop, one number per ten iterations."""
+    """Return the milliseconds per iteration of nanoGPT's loop, one number per interval."""
     import torch
 
     torch.manual_seed(1)
@@ -101,16 +107,16 @@ def train_other(shape: Shape, nanogpt: Path | None) -> list[float]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return _timed(iterate, shape.iterations)
+    return _timed(iterate, shape)
 
 
-def _timed(iterate: Callable[[], None], iterations: int) -> list[float]:
+def _timed(iterate: Callable[[], None], shape: Shape) -> list[float]:
     times = []
-    for _ in range(iterations // _GROUP):
+    for _ in range(shape.iterations // shape.interval):
         start = time.perf_counter()
-        for _ in range(_GROUP):
+        for _ in range(shape.interval):
             iterate()
-        times.append((time.perf_counter() - start) * 1e3 / _GROUP)
+        times.append((time.perf_counter() - start) * 1e3 / shape.interval)
     return times
 
 
@@ -171,7 +177,7 @@ def _plain_model(shape: Shape) -> tuple[Any, Any]:
 
 
 def train_floor(shape: Shape) -> list[float]:
-    """Return the milliseconds of the GEMMs, attention and the update alone, one number per ten repetitions."""
+    """Return the milliseconds of the GEMMs, attention and the update alone, one number per interval."""
     import torch
 
     step = floor_step(
@@ -183,27 +189,58 @@ def train_floor(shape: Shape) -> list[float]:
         vocab_size=shape.vocab_size,
         dtype=torch.float32,
     )
-    return _timed(step, shape.iterations)
+    return _timed(step, shape)
 
 
-def _measure(role: str, shape: str, threads: int, nanogpt: Path | None) -> list[float]:
-    """Run a contestant in a fresh process, and return its times after the warm-up."""
+def _measure(shape: str, threads: int, nanogpt: Path | None, turn_s: float) -> dict[str, list[float]]:
+    """Run all contestants in turns, each in a fresh process, and return their times after the warm-up."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "times.json"
-        command = [sys.executable, __file__, "--role", role, "--shapes", shape, "--output", str(output)]
-        command += [] if nanogpt is None else ["--nanogpt", str(nanogpt)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-        times: list[float] = json.loads(output.read_text(encoding="utf-8"))
-    return times[SHAPES[shape].num_warmup // _GROUP :]
+        processes = {}
+        for role in _ROLES:
+            command = [sys.executable, __file__, "--role", role, "--shapes", shape]
+            command += ["--output", f"{folder}/{role}.json"] + ([] if nanogpt is None else ["--nanogpt", str(nanogpt)])
+            processes[role] = subprocess.Popen(
+                command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+            )
+            os.killpg(processes[role].pid, signal.SIGSTOP)
+        try:
+            while any(process.returncode is None for process in processes.values()):
+                for process in processes.values():
+                    if process.returncode is None:
+                        _run_for(process, turn_s)
+        finally:
+            for process in processes.values():
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+        times = {role: json.loads(Path(f"{folder}/{role}.json").read_text(encoding="utf-8")) for role in _ROLES}
+    return {
+        role: _undisturbed(values[SHAPES[shape].num_warmup // SHAPES[shape].interval :])
+        for role, values in times.items()
+    }
+
+
+def _run_for(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Let a stopped process and its children run for a while; raise CalledProcessError if it failed."""
+    os.killpg(process.pid, signal.SIGCONT)
+    try:
+        if process.wait(seconds):
+            raise subprocess.CalledProcessError(process.returncode, process.args)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGSTOP)
+
+
+def _undisturbed(times: list[float]) -> list[float]:
+    limit = 2 * statistics.median(times)
+    return [time for time in times if time <= limit]
 
 
 def _markdown(result: dict[str, Any]) -> str:
     lines = [f"# Iterations of small models on {result['machine']}, {result['date']}", ""]
     lines += [
         f"torch {result['torch']}, {result['threads']} threads, float32, no dropout, no biases. Milliseconds per",
-        f"iteration: median [quartiles] of means of ten iterations, in {result['rounds']} alternating rounds. Load",
-        f"average {result['load_average']}.",
+        f"iteration: median [quartiles], in {result['rounds']} rounds of alternating turns of {result['turn_s']:g} s.",
+        f"Times of the smallest model are means of ten iterations. Load average {result['load_average']}.",
         "",
         "| model | ours | " + result["other"] + " | floor | other ÷ ours | ours ÷ floor |",
         "|---|---|---|---|---|---|",
@@ -211,7 +248,7 @@ def _markdown(result: dict[str, Any]) -> str:
     for name, times in result["times"].items():
         middle = {role: statistics.median(values) for role, values in times.items()}
         cells = []
-        for role in ("ours", "other", "floor"):
+        for role in _ROLES:
             low, _, high = statistics.quantiles(times[role], n=4, method="inclusive")
             cells.append(f"{middle[role]:.1f} [{low:.1f}–{high:.1f}]")
         ratios = (middle["other"] / middle["ours"], middle["ours"] / middle["floor"])
@@ -226,9 +263,10 @@ def main() -> None:
     )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turn", type=float, default=4.0, metavar="SECONDS", help="how long a contestant runs")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--output", type=Path, required=True, metavar="PATH", help="writes PATH.json and PATH.md")
-    parser.add_argument("--role", choices=("ours", "other", "floor"), help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=_ROLES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role is not None:
         shape = SHAPES[options.shapes[0]]
@@ -244,11 +282,11 @@ def main() -> None:
 
     from benchmarks.machine import describe_machine
 
-    times: dict[str, dict[str, list[float]]] = {name: {"ours": [], "other": [], "floor": []} for name in options.shapes}
+    times: dict[str, dict[str, list[float]]] = {name: {role: [] for role in _ROLES} for name in options.shapes}
     for number in range(options.rounds):
         for name, of_shape in times.items():
-            for role, values in of_shape.items():
-                values += _measure(role, name, options.threads, options.nanogpt)
+            for role, values in _measure(name, options.threads, options.nanogpt, options.turn).items():
+                of_shape[role] += values
                 print(f"round {number + 1}, {name}, {role}: {statistics.median(values):.1f} ms", flush=True)
     result = {
         "machine": describe_machine(),
@@ -256,6 +294,7 @@ def main() -> None:
         "torch": torch.__version__,
         "threads": options.threads,
         "rounds": options.rounds,
+        "turn_s": options.turn,
         "load_average": ", ".join(f"{load:.2f}" for load in os.getloadavg()),
         "other": "plain torch model" if options.nanogpt is None else "nanoGPT",
         "times": times,

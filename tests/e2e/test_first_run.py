@@ -13,6 +13,27 @@ def megatron(folder: Path, words: str) -> CommandResult:
     return run_command(command, cwd=folder, env={"PYTHONPATH": str(REPOSITORY)})
 
 
+def test_a_run_does_not_import_the_compiler(tmp_path: Path) -> None:
+    # torch imports these modules in some of its functions. They take up to a second of every process's start.
+    script = """
+import sys
+from megatron.cli.pretrain import main
+code = main(sys.argv[1:])
+print("imported:", sorted({"sympy", "torch._dynamo", "torch._inductor"} & set(sys.modules)))
+sys.exit(code)
+"""
+    words = """
+        --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16
+        --micro-batch-size 2 --global-batch-size 2 --train-iters 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer
+        --vocab-size 50 --eval-iters 1 --save run
+    """
+    done = run_command(
+        [sys.executable, "-c", script, *words.split()], cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)}
+    ).check()
+    assert "lm loss" in done.stdout
+    assert "imported: []" in done.stdout
+
+
 def test_a_text_trains_evaluates_generates_and_continues(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("".join(f"Rank {i} waits.\nA token follows.\n\n" for i in range(400)))
     words = """

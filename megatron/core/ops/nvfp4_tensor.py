@@ -1,8 +1,9 @@
 """NVFP4 matrices: 4-bit floating point (E2M1) with an E4M3 scale per 16 elements and a float32 scale per tensor.
 
-NVIDIA 2025, https://arxiv.org/abs/2509.25149. The scale of a tensor is a power of two, like the scales of FP8: the
-quantized value of an element then depends only on its block, and not on the part of the matrix that a rank holds. GEMMs
-run on the device's native NVFP4 kernels, or in float32 on the dequantized values.
+NVIDIA 2025, https://arxiv.org/abs/2509.25149. The scale of a tensor is a power of two, like the scales of FP8: while
+the scale of a block is a normal E4M3 number, the quantized value of an element depends only on its block, and not on
+the part of the matrix that a rank holds. GEMMs run on the device's native NVFP4 kernels, or in float32 on the
+dequantized values.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ def quantize_nvfp4(
     """Quantize a matrix to NVFP4 with the scale of its own amax or a given one; values out of range saturate.
 
     Values are rounded to nearest even, or stochastically with a random 32-bit word per element. The scales of blocks
-    are rounded to nearest. The scales of non-finite values are NaN, so that they are not hidden.
+    are rounded to nearest, so that the largest values of a block may be out of range, too. The scales of non-finite
+    values are NaN, so that they are not hidden.
 
     Shapes: ``x: [n, m]``, ``tensor_scale: [1, 1]``, ``words: [n, m]`` int32; blocks divide the matrix evenly.
     """
@@ -148,7 +150,9 @@ def quantize_nvfp4(
         tensor_scale = tensor_scale_of(x.abs().amax())
     # Both steps of scaling are multiplications, the first one by a power of two, as in the kernel.
     x = x * (1.0 / tensor_scale)
-    scale = (amax_of(x, blocks) * (1.0 / _LARGEST)).clamp(max=_LARGEST_SCALE).to(E4M3)
+    largest = amax_of(x, blocks) * (1.0 / _LARGEST)
+    # Non-finite values times zero are NaN.
+    scale = (largest.clamp(max=_LARGEST_SCALE) + largest * 0.0).to(E4M3)
     inverse = torch.where(scale.float() == 0, 0.0, 1.0 / scale.float())
     codes = _codes(x * _spread(inverse, blocks), words)
     return Nvfp4Matrix(pack(codes), scale, blocks, tensor_scale)
@@ -225,11 +229,11 @@ def _of_segments(data: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Te
 
 
 def _codes(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
-    """Return the code of each element, rounded to nearest even or by random words.
+    """Return the code of each element, rounded to nearest even or by random words; larger values become 6.
 
     Shapes: ``[n, m] -> [n, m]`` uint8.
     """
-    magnitude = x.abs().clamp(max=_LARGEST)
+    magnitude = x.abs()
     # The distance of neighboring values is 0.5 below 2, 1 below 4, then 2. All divisions are by powers of two.
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     steps = magnitude / step
@@ -239,9 +243,9 @@ def _codes(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
         below = steps.floor()
         uniform = ((words >> (32 - _UNIFORM_BITS)) & ((1 << _UNIFORM_BITS) - 1)).float() * 2.0**-_UNIFORM_BITS
         rounded = (below + (uniform < steps - below)) * step
-    # The codes of 0 to 2 are twice the value, those of 2 to 4 the value plus 2, and that of 6 is 7.
+    # The codes of 0 to 2 are twice the value, those of 2 to 4 the value plus 2, and that of 6 and of NaN is 7.
     code = torch.where(rounded <= 2, 2 * rounded, torch.where(rounded <= 4, rounded + 2, 7.0))
-    return (code.nan_to_num(0.0) + _SIGN * x.signbit()).to(torch.uint8)
+    return (code + _SIGN * x.signbit()).to(torch.uint8)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from megatron.core.collectives import all_gather_objects
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
@@ -406,7 +406,10 @@ class _Run:
         """Run a backward pass and return the gradient of the chunk's input."""
         stash = self._stashes.pop((action.microbatch, action.chunk))
         first, *others = stash.grads
-        torch.autograd.backward(stash.roots, [grad if first is None else first, *others])
+        # torch.autograd.backward would import sympy to compare shapes: half a second of processor time at start-up.
+        # The engine itself compares them too.
+        grads = (grad if first is None else first, *others)
+        _engine_run_backward(tuple(stash.roots), grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
         if stash.entrance is None:
             return None
         assert stash.entrance.grad is not None, "the chunk's output does not depend on its input"

@@ -13,6 +13,7 @@ from megatron.core.ops import nvfp4_tensor
 from megatron.core.ops.dropout import DropoutKeys, DropoutSamples, RowKeys, drop_elements, keyed_words
 from megatron.core.ops.fp8_tensor import SEGMENTS_OF_16, SQUARES_OF_16, Blocks, scaled_product
 from megatron.core.ops.nvfp4_tensor import (
+    SIGNS,
     Nvfp4Matrix,
     hadamard,
     has_nvfp4_products,
@@ -67,6 +68,8 @@ def test_ties_go_to_the_even_mantissa_and_large_values_saturate() -> None:
     assert float(found.scale) == 1
     expected = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     assert found.values().flatten().tolist() == [*expected, *(-each for each in expected), 6.0, 0.0]
+    # With a given tensor scale the scale of a block can be out of range.
+    assert quantize_nvfp4(5000 * torch.ones(1, 16), SEGMENTS_OF_16, torch.ones(1, 1)).values().eq(6 * 448).all()
 
 
 @pytest.mark.parametrize("blocks", [SEGMENTS_OF_16, SQUARES_OF_16])
@@ -95,12 +98,25 @@ def test_values_do_not_depend_on_the_part_of_the_matrix() -> None:
     assert torch.equal(torch.cat([part.values() for part in parts]), whole)
 
 
+def test_blocks_far_below_the_largest_value_are_less_precise_and_then_zero() -> None:
+    # The first block has the scale 225, so that the tensor scale is 1: a scale below 2**-6 is subnormal.
+    amax = torch.tensor([6 * 225.0, 6 * 2**-6, 6 * 1.4 * 2**-9, 6 * 1.6 * 2**-9, 5.9 * 2**-10])
+    found = quantize_nvfp4(amax.unsqueeze(1).expand(-1, 16), SEGMENTS_OF_16)
+    assert float(found.tensor_scale) == 1
+    assert found.scale.flatten().tolist() == [224, 2**-6, 2**-9, 2**-8, 0]
+    assert found.values()[:, 0].tolist() == [6 * 224, 6 * 2**-6, 6 * 2**-9, 4 * 2**-8, 0]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_values_that_are_not_finite_are_not_hidden(value: float) -> None:
     x = torch.ones(16, 32)
     x[3, 20] = value
     for blocks in (SEGMENTS_OF_16, SQUARES_OF_16):
         assert quantize_nvfp4(x, blocks).values().isnan().all()
+        # The ranks that share a scale may have found one before this value.
+        values = quantize_nvfp4(x, blocks, torch.ones(1, 1)).values()
+        assert values[3, 16:].isnan().all()
+        assert values[:, :16].isfinite().all()
 
 
 def test_a_weight_has_the_same_values_transposed() -> None:
@@ -130,6 +146,22 @@ def test_stochastic_rounding_is_unbiased() -> None:
     error = (values.mean(0) - x).abs() / (distance / 2 / draws**0.5)
     assert error.max() < 4.5
     assert error.square().mean() < 1.1
+
+
+def test_stochastic_rounding_is_unbiased_but_for_values_that_saturate() -> None:
+    """The scale of a block is rounded to nearest: if it is rounded down, its largest elements are out of range."""
+    draws, x = 2000, torch.randn(8, 32, generator=torch.Generator().manual_seed(3))
+    words = words_of(10, (draws * 8, 32))
+    quantized = quantize_nvfp4(x.repeat(draws, 1), SEGMENTS_OF_16, words=words)
+    step = (quantized.scale.double() * float(quantized.tensor_scale))[:8].repeat_interleave(16, 1)
+    error = quantized.values(torch.float64).view(draws, 8, 32).mean(0) - x
+    saturates = x.abs() > 6 * step
+    assert 0 < int(saturates.sum()) < 16
+    assert torch.allclose(-(error * x.sign())[saturates], (x.abs() - 6 * step)[saturates], atol=1e-6)
+    # Half of the distance of E4M3's neighbors, relative to the larger one.
+    assert float((error / x).abs()[saturates].max()) <= 1 / 17
+    # The standard deviation of an element is at most half of the largest distance of neighbors, 2 steps.
+    assert float((error / step)[~saturates].abs().max()) < 4.5 / draws**0.5
 
 
 def test_stochastic_rounding_keeps_values_that_need_no_rounding() -> None:
@@ -171,6 +203,12 @@ def test_the_hadamard_transform_is_orthogonal() -> None:
     spread = hadamard(torch.eye(32)[5:6])
     assert spread[0, :16].abs().tolist() == [0.25] * 16
     assert not spread[0, 16:].any()
+
+
+def test_random_signs_spread_a_constant() -> None:
+    """Without signs, equal values along the tokens would be added up in one element, 4 times as large."""
+    assert float(hadamard(torch.ones(1, 16)).abs().max()) <= 2
+    assert bin(SIGNS).count("1") == 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.config_base import from_fields
 from megatron.core.errors import ConfigurationError
+from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.models import fp8_layers
 from megatron.core.models.fp8_layers import compute_in_float8, describe_float8
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -130,9 +131,10 @@ def test_both_passes_have_the_same_weight_and_rounding_is_of_the_right_operands(
     differing = (back.values() != left.values()).float().mean()
     assert 0.1 < float(differing) < 0.6, "gradients are rounded stochastically"
     assert 0.1 < float((back_turned.values() != left_turned.values()).float().mean()) < 0.6
-    again = quantizers.columns("input", x)
-    assert torch.equal(again.data, left_turned.data)
-    assert torch.equal(again.scale.view(torch.uint8), left_turned.scale.view(torch.uint8))
+    for operand, expected in (("input", left_turned), ("grad", back_turned)):
+        again = quantizers.columns(operand, x)
+        assert torch.equal(again.data, expected.data)
+        assert torch.equal(again.scale.view(torch.uint8), expected.scale.view(torch.uint8))
 
 
 def test_a_micro_batch_keeps_its_keys_while_another_passes() -> None:
@@ -164,19 +166,36 @@ def test_a_layer_without_keys_has_no_backward_pass() -> None:
         output.sum().backward()
 
 
-def test_a_model_hands_keys_to_its_layers_and_rounds_alike_for_equal_samples() -> None:
-    model = make(num_layers=2, vocab_size=53)
+MTP: dict[str, Any] = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MLP: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}
+
+
+@pytest.mark.parametrize("more", [{}, MLP, FULL | MTP])
+def test_a_model_rounds_by_the_samples_of_the_micro_batch(more: dict[str, Any]) -> None:
+    """Also if it recomputes layers in the backward pass, after the forward pass of another micro-batch."""
+    model = make(num_layers=2, vocab_size=53, **more)
     tokens, labels, positions, _ = make_batch(LENGTH, BATCH, 53)
 
-    def gradients(iteration: int) -> torch.Tensor:
-        model.zero_grad()
-        samples = DropoutSamples.at(3, iteration, 0, BATCH, "cpu")
-        output = model(tokens, positions, labels=labels, dropout_samples=samples)
-        output.float().mean().backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    def loss_of(iteration: int) -> torch.Tensor:
+        samples, losses = DropoutSamples.at(3, iteration, 0, BATCH, "cpu"), list[AuxiliaryLoss]()
+        output = model(tokens, positions, labels=labels, dropout_samples=samples, losses=losses)
+        assert len(losses) == len(model.mtp.layers if model.mtp is not None else ())
+        return output.float().mean() + sum((each.loss_sum / each.num_tokens for each in losses), torch.zeros(()))
 
-    assert torch.equal(gradients(1), gradients(1))
-    assert not torch.equal(gradients(1), gradients(2))
+    def gradients(iteration: int, between: int | None = None) -> torch.Tensor:
+        model.zero_grad()
+        loss = loss_of(iteration)
+        if between is not None:
+            loss_of(between)
+        loss.backward()
+        found = [p.grad for p in model.parameters()]
+        return torch.cat([each.flatten() for each in found if each is not None])
+
+    first = gradients(1)
+    assert len(first) == sum(p.numel() for p in model.parameters())
+    assert torch.equal(gradients(1, between=2), first)
+    assert not torch.equal(gradients(2), first)
     model.eval()
     with torch.no_grad():
         model(tokens, positions, labels=labels)

@@ -15,10 +15,12 @@ from torch._subclasses import FakeTensorMode
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.main_grad import MainGrad, attach_main_grad, main_grad_of
+from megatron.core.models.fp8_layers import compute_in_float8
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops import gemm
 from megatron.core.ops.dropout import DropoutKeys, DropoutSamples
-from megatron.core.ops.gemm import RowCounts
+from megatron.core.ops.fp8_groups import QuantizedGroups
+from megatron.core.ops.gemm import RowCounts, RowEnds
 from megatron.core.ops.token_rows import RowOrder
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
@@ -440,6 +442,80 @@ def test_row_ends_on_the_device_give_the_numbers_of_counts_that_the_host_reads(
     for read, known in zip(*results):
         assert known.isfinite().all()
         assert torch.equal(known, read)
+
+
+def multiply_groups(rows: QuantizedGroups, weights: QuantizedGroups, ends: RowEnds, *, transpose: bool) -> torch.Tensor:
+    """Compute `grouped_scaled_product`, which only a GPU does, in float32; rows after the last group are NaN."""
+    assert rows.data is not None
+    assert rows.scale is not None
+    if transpose:
+        assert weights.turned is not None
+        assert weights.turned_scale is not None
+        values = weights.turned.float().view(len(weights.turned), len(ends), -1).permute(1, 0, 2)
+        values = values * weights.turned_scale.unsqueeze(-1)
+    else:
+        assert weights.data is not None
+        assert weights.scale is not None
+        values = (weights.data.float() * weights.scale[:, None]).view(len(ends), -1, weights.data.shape[1])
+    result = torch.full((len(rows.data), values.shape[1]), torch.nan).bfloat16()
+    left = rows.data.float() * rows.scale[:, None]
+    for start, end, value in zip([0, *ends.ends.tolist()], ends.ends.tolist(), values):
+        result[start:end] = (left[start:end] @ value.t()).bfloat16()
+    return result
+
+
+def gradients_of_groups(grad: QuantizedGroups, x: QuantizedGroups, ends: RowEnds) -> torch.Tensor:
+    """Compute `unfinished_scaled_gradient`, which only a GPU does, in float32; groups without rows are NaN."""
+    assert grad.turned is not None
+    assert grad.turned_scale is not None
+    assert x.turned is not None
+    assert x.turned_scale is not None
+    found, stops = [], ends.ends.tolist()
+    for number, (start, end) in enumerate(zip([0, *stops], stops)):
+        left = grad.turned[:, start:end].float() * grad.turned_scale[number][:, None]
+        right = x.turned[:, start:end].float() * x.turned_scale[number][:, None]
+        found.append(left @ right.t() if end > start else torch.full((len(left), len(right)), torch.nan))
+    return torch.stack(found).bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["all choices", "dropped choices", "permuted rows"])
+def test_float8_experts_at_once_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Tokens are quantized in the order of the rows; expert 3 has no rows if they are permuted."""
+    monkeypatch.setattr(grouped_experts, "grouped_scaled_product", multiply_groups)
+    monkeypatch.setattr(grouped_experts, "unfinished_scaled_gradient", gradients_of_groups)
+    settings = {
+        "moe_ffn_hidden_size": 32,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "kv_channels": 8,
+        "params_dtype": "bfloat16",
+        "bf16": True,
+        "add_bias_linear": False,
+        "fp8_format": "e4m3",
+        "fp8_recipe": "rowwise",
+        "moe_expert_capacity_factor": 0.6 if kind == "dropped choices" else None,
+    }
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(19, 2, 32, generator=generator).bfloat16()
+    grad = torch.randn(19, 2, 32, generator=generator).bfloat16()
+    by_expert = torch.randperm(38, generator=generator)
+    order = RowOrder(by_expert, by_expert.argsort().unsqueeze(1))
+    results = []
+    for at_once in (False, True):
+        monkeypatch.setattr(grouped_experts, "has_scaled_groups", lambda *_, answer=at_once: answer)
+        model, layer = make_layer(**settings)
+        compute_in_float8([model], model.config, "cpu")
+        given = x.clone().requires_grad_()
+        if kind == "permuted rows":
+            output = layer.experts(given.flatten(0, 1), [7, 1, 16, 0, 4, 10], order).view(x.shape)
+        else:
+            output = layer(given).hidden
+        output.backward(grad)
+        weights = layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight
+        results.append([output.detach(), given.grad, *(weight.grad for weight in weights)])
+    for one_by_one, found in zip(*results, strict=True):
+        assert one_by_one.any()
+        torch.testing.assert_close(found, one_by_one, rtol=2**-6, atol=2**-7 * float(one_by_one.abs().max()))
 
 
 def test_weight_gradients_that_are_deferred_are_the_same() -> None:
