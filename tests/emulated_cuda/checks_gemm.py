@@ -28,11 +28,13 @@ from megatron.core.ops.fp8_tensor import (
     device_product,
     quantize,
 )
+from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.ops.gemm import RowEnds
 from megatron.core.ops.token_rows import RowOrder
 from megatron.core.parallel_config import Fp8Config
-from megatron.core.transformer.moe.expert_dispatch import combine, run_in_order, sort_choices
-from megatron.core.transformer.moe.grouped_experts import _Float8Groups, float8_grouped_linear
+from megatron.core.transformer.moe.expert_dispatch import run_in_order, sort_choices
+from megatron.core.transformer.moe.fp8_experts import ExpertWeights, float8_experts
+from megatron.core.transformer.moe.grouped_experts import float8_grouped_linear
 from tests.emulated_cuda.activation import load_bindings
 
 GPU = torch.cuda.get_device_capability()[0]
@@ -396,34 +398,31 @@ def test_scaled_groups() -> None:
 
 
 @pytest.mark.skipif(GPU != 9, reason="torch has this kernel for SM90 only")
-@pytest.mark.parametrize("pads", [True, False])
-def test_experts_that_are_multiplied_at_once_are_those_one_by_one(pads: bool) -> None:
+def test_experts_that_are_multiplied_at_once_are_those_one_by_one() -> None:
     counts = (5, 0, 33, 16)
     recipe = Float8Recipe.of(Fp8Config(fp8_format="e4m3", fp8_recipe="rowwise"))
-    quantizers = [Fp8Quantizers(recipe) for _ in counts]
+    quantizers, activation = [Fp8Quantizers(recipe) for _ in counts], partial(gated_activation, kind="swiglu")
     results = []
     for is_at_once in (True, False):
         torch.manual_seed(5)
         x = torch.randn(sum(counts), 64, device="cuda").bfloat16().requires_grad_()
-        weight = (torch.randn(4, 32, 64, device="cuda") / 8).bfloat16().requires_grad_()
+        first = (torch.randn(4, 32, 64, device="cuda") / 8).bfloat16().requires_grad_()
+        second = (torch.randn(4, 48, 16, device="cuda") / 4).bfloat16().requires_grad_()
         if is_at_once:
             ends = RowEnds(torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32))
             groups = PaddedGroups.of(ends, len(x), x.device)
-            if pads:
-                padded = _Float8Groups.apply(x, weight, groups, quantizers[0], None, True, False)
-                output = padded[groups.order.slots.flatten()]
-            else:
-                # Rows of padding may have any values.
-                rows = x.new_full((len(groups.order.choices), 64), torch.nan)
-                padded = rows.index_copy(0, groups.order.slots.flatten(), x)
-                output = _Float8Groups.apply(padded, weight, groups, quantizers[0], None, False, True)
+            linears = [ExpertWeights(weight, quantizers[0]) for weight in (first, second)]
+            output = float8_experts(x, *linears, activation, groups, None, late=None)
         else:
-            output = float8_grouped_linear(x, weight, None, counts, quantizers, adds_bias=False, library="auto")
+            options = {"adds_bias": False, "library": "auto"}
+            inner = float8_grouped_linear(x, first, None, counts, quantizers, **options)
+            output = float8_grouped_linear(activation(inner), second, None, counts, quantizers, **options)
         output.backward(torch.randn(output.shape, device="cuda").bfloat16())
-        results.append((output, x.grad, weight.grad))
+        results.append((output, x.grad, first.grad, second.grad))
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-2)
     assert results[0][2][1].eq(0).all()
+    assert results[0][3][1].eq(0).all()
 
 
 @pytest.mark.skipif(GPU != 9, reason="torch has this kernel for SM90 only")
@@ -441,7 +440,7 @@ def test_experts_read_tokens_in_the_order_of_their_rows(kind: str) -> None:
     ordered = sort_choices(chosen, num_experts)
     order = None if kind == "one expert" else ordered.row_order(may_drop=kind == "combined")
     given = torch.rand(37, per_token, device="cuda") if kind == "combined" else None
-    first, second = torch.randn(num_experts, 32, 64, device="cuda"), torch.randn(num_experts, 64, 32, device="cuda")
+    first, second = torch.randn(num_experts, 32, 64, device="cuda"), torch.randn(num_experts, 64, 16, device="cuda")
     out_grad = torch.randn(37, 64, device="cuda").bfloat16()
     results = []
     for copies in (True, False):
@@ -449,9 +448,10 @@ def test_experts_read_tokens_in_the_order_of_their_rows(kind: str) -> None:
         weights = None if given is None else given.clone().requires_grad_()
         linears = [(each / 8).bfloat16().requires_grad_() for each in (first, second)]
 
-        def layers(rows: torch.Tensor, groups: PaddedGroups, sums: bool = True) -> torch.Tensor:
-            inner = _Float8Groups.apply(rows, linears[0], groups, Fp8Quantizers(recipe), None, True, False)  # noqa: B023
-            return _Float8Groups.apply(inner, linears[1], groups, Fp8Quantizers(recipe), None, False, sums)  # noqa: B023
+        def layers(rows: torch.Tensor, groups: PaddedGroups, weights: torch.Tensor | None = None) -> torch.Tensor:
+            experts = [ExpertWeights(linear, Fp8Quantizers(recipe)) for linear in linears]  # noqa: B023
+            activation = partial(gated_activation, kind="swiglu")
+            return float8_experts(rows, *experts, activation, groups, weights, late=None)
 
         num_rows = 37 * per_token
         if copies:
@@ -463,8 +463,7 @@ def test_experts_read_tokens_in_the_order_of_their_rows(kind: str) -> None:
         else:
             groups = PaddedGroups.of(ordered.row_ends(), num_rows, x.device, order)
             assert groups.pads_end == (kind == "one expert")
-            output = layers(x, groups, weights is None)
-            output = output if weights is None else combine(output, weights, groups.order)
+            output = layers(x, groups, weights)
         output.backward(out_grad)
         results.append([output, x.grad, *(each.grad for each in linears), *([] if weights is None else [weights.grad])])
     for mine, theirs in zip(*results, strict=True):

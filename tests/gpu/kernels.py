@@ -22,8 +22,15 @@ from megatron.core.ops.attention_block import AttentionBlocks, BlockMask
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.ops.dot_product_attention import AttentionInputs, fused_attention, plain_attention
 from megatron.core.ops.dropout import DropoutKeys, DropoutSamples, drop_hidden, keyed_dropout
+from megatron.core.ops.fp8_groups import (
+    GRAIN,
+    PaddedGroups,
+    QuantizedGroups,
+    quantize_activated,
+    quantize_activation_gradient,
+)
 from megatron.core.ops.gated_activation import gated_activation
-from megatron.core.ops.gemm import linear
+from megatron.core.ops.gemm import linear, row_counts
 from megatron.core.ops.gemm_activation import FusedActivation
 from megatron.core.ops.linear_attention import gated_delta_rule, selective_scan
 from megatron.core.ops.triton_support import runs_on_triton
@@ -126,6 +133,17 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
             return gate(first) * second
 
         yield KernelPair(kind, partial(gated_activation, kind=kind), twin, (hidden,))
+    # One that is not fused writes the activation, or the gradient, before it is quantized: the numbers are the same.
+    rows = (length * batch, hidden[-1])
+    yield KernelPair("swiglu in FP8", swiglu_in_float8, partial(swiglu_in_float8, fuses=False), (rows,), False)
+    shapes = rows, (rows[0], rows[1] // 2)
+    yield KernelPair(
+        "gradient of swiglu in FP8",
+        swiglu_gradient_in_float8,
+        partial(swiglu_gradient_in_float8, fuses=False),
+        shapes,
+        False,
+    )
     half = torch.arange(length, device=place)[:, None, None, None] / 1e4 ** torch.linspace(
         0, 1, width // 2, device=place
     )
@@ -229,6 +247,53 @@ def fed_forward(
     tp = single_rank_group()
     inner, activated = tensor_parallel_linear_with_activation(x, first, bias, InputRegion.REPLICATED, tp, activation)
     return tensor_parallel_linear(activated, second, None, InputRegion.SPLIT, tp, inner=inner, activation=activation)
+
+
+def swiglu_in_float8(x: torch.Tensor, *, fuses: bool = True) -> torch.Tensor:
+    """Return SwiGLU in E4M3 with a scale per row, then its transpose, dequantized; without fusion it is written first.
+
+    Shapes: ``[n, 2f] -> [2n, f]``.
+    """
+    groups, activation = _groups_of(x), partial(gated_activation, kind="swiglu")
+    inner, parts = _padded(x, groups), {"plain": True, "transpose": True}
+    if fuses:
+        return _dequantized(groups, quantize_activated(inner, groups, activation, **parts))
+    return _dequantized(groups, groups.quantize(activation(inner), **parts))
+
+
+def swiglu_gradient_in_float8(x: torch.Tensor, grad: torch.Tensor, *, fuses: bool = True) -> torch.Tensor:
+    """Return the gradient of SwiGLU's input like `swiglu_in_float8`. Shapes: ``[n, 2f], [n, f] -> [2n, 2f]``."""
+    groups, activation = _groups_of(x), partial(gated_activation, kind="swiglu")
+    inner, outer, parts = _padded(x, groups), _padded(grad, groups), {"plain": True, "transpose": True}
+    if fuses:
+        found, _ = quantize_activation_gradient(outer, inner, groups, activation, **parts, activated=True)
+        return _dequantized(groups, found)
+    with torch.enable_grad():
+        leaf = inner.requires_grad_()
+        (inner_grad,) = torch.autograd.grad(activation(leaf), leaf, outer)
+    return _dequantized(groups, groups.quantize(inner_grad, **parts))
+
+
+def _groups_of(x: torch.Tensor) -> PaddedGroups:
+    """Return three groups of the rows, one of them empty, with padding."""
+    few = len(x) // 3
+    return PaddedGroups.of(row_counts((few, 0, len(x) - few)), len(x), x.device)
+
+
+def _padded(x: torch.Tensor, groups: PaddedGroups) -> torch.Tensor:
+    rows = x.new_full((len(groups.order.choices), x.shape[1]), torch.nan)
+    return rows.index_copy(0, groups.order.slots.flatten(), x.detach())
+
+
+def _dequantized(groups: PaddedGroups, found: QuantizedGroups) -> torch.Tensor:
+    assert found.data is not None
+    assert found.scale is not None
+    assert found.turned is not None
+    assert found.turned_scale is not None
+    slots = groups.order.slots.flatten()
+    group = groups.group_of.repeat_interleave(GRAIN)[slots].long()
+    plain = found.data.float()[slots] * found.scale[slots, None]
+    return torch.cat((plain, found.turned.float().t()[slots] * found.turned_scale[group]))
 
 
 def delta_rule(

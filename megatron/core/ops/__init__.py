@@ -47,6 +47,8 @@ if TYPE_CHECKING:
         QuantizedGroups,
         grouped_scaled_product,
         has_scaled_groups,
+        quantize_activated,
+        quantize_activation_gradient,
         quantize_groups,
         quantize_weights,
         unfinished_scaled_gradient,
@@ -106,6 +108,7 @@ if TYPE_CHECKING:
         combine_rows,
         gather_rows,
         sum_rows,
+        weights_gradient,
     )
     from megatron.core.ops.transformer_engine import (
         TRANSFORMER_ENGINE,
@@ -131,8 +134,8 @@ __getattr__ = lazy_exports(
         ),
         "flash_implementation": "FlashShape activate_flash_implementation active_flash_implementation",
         "fp8_groups": (
-            "PaddedGroups QuantizedGroups grouped_scaled_product has_scaled_groups quantize_groups quantize_weights "
-            "unfinished_scaled_gradient"
+            "PaddedGroups QuantizedGroups grouped_scaled_product has_scaled_groups quantize_activated "
+            "quantize_activation_gradient quantize_groups quantize_weights unfinished_scaled_gradient"
         ),
         "fp8_quantizers": "Float8Recipe Float8State Fp8Quantizers weights_kept",
         "fp8_tensor": (
@@ -147,7 +150,7 @@ __getattr__ = lazy_exports(
         "nvfp4_quantizers": "Nvfp4Quantizers",
         "nvfp4_tensor": "has_nvfp4_products",
         "sparse_attention": "attention_of_all_heads index_scores indexer_divergence select_keys",
-        "token_rows": "RowOrder add_groups combine_gradients combine_rows gather_rows sum_rows",
+        "token_rows": "RowOrder add_groups combine_gradients combine_rows gather_rows sum_rows weights_gradient",
         "transformer_engine": "EngineNorm TRANSFORMER_ENGINE transformer_engine_for why_no_transformer_engine",
         "triton_support": "casts_to_float8 runs_on_triton triton_works",
     },

@@ -7,6 +7,7 @@ over must start at multiples of 16 rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,9 @@ import torch.nn.functional as F
 
 from megatron.core.device import compute_capability
 from megatron.core.ops.fp8_tensor import E4M3, _cast, scale_of
+from megatron.core.ops.gated_activation import kind_of
 from megatron.core.ops.gemm import Groups, RowEnds, group_ends, has_grouped_kernel
-from megatron.core.ops.token_rows import RowOrder, gather_rows, sum_rows
+from megatron.core.ops.token_rows import RowOrder, gather_rows, sum_rows, weighted_rows
 from megatron.core.ops.triton_support import casts_on_triton
 
 GRAIN = 16
@@ -76,6 +78,25 @@ class PaddedGroups:
             return rows.index_select(0, self.order.slots.flatten())
         return sum_rows(rows, self.order)
 
+    def quantize(
+        self,
+        x: torch.Tensor,
+        *,
+        is_padded: bool = True,
+        weights: torch.Tensor | None = None,
+        plain: bool,
+        transpose: bool,
+    ) -> QuantizedGroups:
+        """Quantize padded rows, of which the padding may have any values, or the rows of tokens, times ``weights``."""
+        return quantize_groups(
+            *(x, self.group_of, len(self.ends)),
+            order=self.order,
+            is_padded=is_padded,
+            weights=weights,
+            plain=plain,
+            transpose=transpose,
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class QuantizedGroups:
@@ -88,6 +109,13 @@ class QuantizedGroups:
     scale: torch.Tensor | None
     turned: torch.Tensor | None
     turned_scale: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls, plain: tuple[torch.Tensor, torch.Tensor] | None, transpose: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> QuantizedGroups:
+        """Return the groups with these data and scales."""
+        return cls(*(plain or (None, None)), *(transpose or (None, None)))
 
 
 def has_scaled_groups(x: torch.Tensor, *features: int) -> bool:
@@ -105,29 +133,36 @@ def quantize_groups(
     *,
     order: RowOrder | None = None,
     is_padded: bool = False,
+    weights: torch.Tensor | None = None,
     plain: bool,
     transpose: bool,
 ) -> QuantizedGroups:
     """Quantize groups of rows, their transposes, or both; ``order`` and ``group_of`` as in `PaddedGroups`.
 
     With an ``order`` the rows of ``x`` are tokens, or with ``is_padded`` the padded rows, of which those without a
-    choice count as zeros.
+    choice count as zeros. Rows of tokens are multiplied by the ``weights`` of their choices, if given, and rounded to
+    the dtype of ``x`` before.
 
-    Shapes: ``x: [m, width]``, ``order.choices: [n]``, ``group_of: [n / GRAIN]``, without an order ``n = m``.
+    Shapes: ``x: [m, width]``, ``weights: [m, c]``, ``order.choices: [n]``, ``group_of: [n / GRAIN]``, without an order
+    ``n = m``.
     """
     x = x.detach().contiguous()
     if casts_on_triton(x):
         from megatron.core.ops.triton import cast_groups
 
-        forms = {"plain": plain, "transpose": transpose}
+        weights = None if weights is None else weights.detach().contiguous()
         choices, per_token, count = None, 1, 0
         if order is not None:
             choices, per_token, count = order.choices, order.per_token, order.slots.numel()
-        first, second = cast_groups(x, choices, per_token, count, group_of, num_groups, is_padded=is_padded, **forms)
-        return QuantizedGroups(*(first or (None, None)), *(second or (None, None)))
+        return QuantizedGroups.of(
+            *cast_groups(
+                x, choices, per_token, count, group_of, num_groups,
+                is_padded=is_padded, weights=weights, plain=plain, transpose=transpose,
+            )
+        )  # fmt: skip
     rows = x
     if order is not None and not is_padded:
-        rows = gather_rows(x, order)
+        rows = gather_rows(x, order) if weights is None else weighted_rows(x, weights, order)
     elif order is not None:
         rows = x.masked_fill((order.choices >= order.slots.numel())[:, None], 0.0)
     of_rows = group_of.repeat_interleave(GRAIN)
@@ -144,6 +179,75 @@ def quantize_groups(
         turned_scale = scales[:num_groups]
         turned = _cast(rows, E4M3, scales[of_rows.long()]).t().contiguous()
     return QuantizedGroups(data, scale, turned, turned_scale)
+
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def quantize_activated(
+    x: torch.Tensor, groups: PaddedGroups, activation: Activation, *, plain: bool, transpose: bool
+) -> QuantizedGroups:
+    """Quantize an activation of padded rows, of which the padding may have any values.
+
+    A Triton kernel computes and quantizes SwiGLU or GeGLU without writing it in 16 bits.
+
+    Shapes: ``x: [n, 2 * width]`` if the activation is gated, else ``[n, width]``.
+    """
+    kind, order = _fused_kind(activation, x), groups.order
+    if kind is None:
+        return groups.quantize(activation(x.detach()), plain=plain, transpose=transpose)
+    from megatron.core.ops.triton import cast_groups
+
+    return QuantizedGroups.of(
+        *cast_groups(
+            x.detach().contiguous(), order.choices, 1, order.slots.numel(), groups.group_of, len(groups.ends),
+            is_padded=True, kind=kind, plain=plain, transpose=transpose,
+        )
+    )  # fmt: skip
+
+
+def quantize_activation_gradient(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    groups: PaddedGroups,
+    activation: Activation,
+    *,
+    plain: bool,
+    transpose: bool,
+    activated: bool,
+) -> tuple[QuantizedGroups, QuantizedGroups]:
+    """Quantize the gradient of padded rows given that of their activation, and with ``activated`` the activation.
+
+    Of the activation only the transpose is quantized. For SwiGLU and GeGLU one Triton kernel finds the scales of all
+    results, and a second one writes them.
+
+    Shapes: ``grad: [n, width]``, ``x`` as in `quantize_activated`.
+    """
+    kind, order, nothing = _fused_kind(activation, grad, x), groups.order, QuantizedGroups.of(None, None)
+    if kind is None:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            result = activation(leaf)
+            (x_grad,) = torch.autograd.grad(result, leaf, grad)
+        again = groups.quantize(result, plain=False, transpose=True) if activated else nothing
+        return groups.quantize(x_grad, plain=plain, transpose=transpose), again
+    from megatron.core.ops.triton import cast_gated_gradients
+
+    first, second, third = cast_gated_gradients(
+        grad.detach().contiguous(), x.detach().contiguous(), order.choices, order.slots.numel(),
+        groups.group_of, len(groups.ends), kind, plain=plain, transpose=transpose, activated=activated,
+    )  # fmt: skip
+    return QuantizedGroups.of(first, second), QuantizedGroups.of(None, third)
+
+
+def _fused_kind(activation: Activation, *tensors: torch.Tensor) -> str | None:
+    """Return the kind of a gated activation that Triton kernels quantize here, or None."""
+    kind = kind_of(activation)
+    if kind is None or not all(map(casts_on_triton, tensors)):
+        return None
+    from megatron.core.ops.triton import GATED_KINDS
+
+    return kind if kind in GATED_KINDS else None
 
 
 def quantize_weights(weight: torch.Tensor, *, plain: bool, transpose: bool) -> QuantizedGroups:

@@ -46,6 +46,15 @@ def gated_activation(x: torch.Tensor, kind: str, offset: float = 0.0, limit: flo
     return _GATES[kind](gate) * up
 
 
+def kind_of(activation: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
+    """Return the kind of a partial call of `gated_activation` without offset and limit, or None for other functions."""
+    if not isinstance(activation, partial) or activation.func is not gated_activation:
+        return None
+    options = activation.keywords
+    is_plain = options.get("offset", 0.0) == 0.0 and options.get("limit") is None
+    return str(options["kind"]) if is_plain else None
+
+
 class _LimitedGate(torch.autograd.Function):
     """Gated activation in float32 that saves only its input for the backward pass, like the Triton kernels."""
 

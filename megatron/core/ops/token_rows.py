@@ -97,18 +97,39 @@ def combine_gradients(
     if runs_on_triton(grad, rows, weights):
         from megatron.core.ops.triton import combine_gradients as on_triton
 
-        return on_triton(grad, rows, weights, order.choices, order.has_dropped_choices)
+        rows_grad, weights_grad = on_triton(grad, rows, weights, order.choices, order.has_dropped_choices)
+        assert rows_grad is not None
+        return rows_grad, weights_grad
+    return weighted_rows(grad, weights, order), weights_gradient(grad, rows, weights, order)
+
+
+def weights_gradient(grad: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, order: RowOrder) -> torch.Tensor:
+    """Return the gradient of the weights of `combine_rows`.
+
+    Shapes: ``grad: [n, h]``, ``rows: [m, h]``, ``weights: [n, c] -> [n, c]``.
+    """
+    if runs_on_triton(grad, rows, weights):
+        from megatron.core.ops.triton import combine_gradients as on_triton
+
+        _, found = on_triton(grad, rows, weights, order.choices, order.has_dropped_choices, of_rows=False)
+        return found
     if weights.dtype == rows.dtype:
-        weights_grad = torch.bmm(_rows_of_tokens(rows, order), grad.unsqueeze(-1)).squeeze(-1)
-    else:
-        padded, slots = _with_row_of_zeros(rows, order)
-        wide = grad.to(weights.dtype)
-        products = [(wide * padded.index_select(0, places)).sum(dim=1) for places in slots.unbind(1)]
-        weights_grad = torch.stack(products, dim=1)
+        return torch.bmm(_rows_of_tokens(rows, order), grad.unsqueeze(-1)).squeeze(-1)
+    padded, slots = _with_row_of_zeros(rows, order)
+    wide = grad.to(weights.dtype)
+    products = [(wide * padded.index_select(0, places)).sum(dim=1) for places in slots.unbind(1)]
+    return torch.stack(products, dim=1)
+
+
+def weighted_rows(x: torch.Tensor, weights: torch.Tensor, order: RowOrder) -> torch.Tensor:
+    """Return the token of each row's choice times the weight of the choice, and zeros for a row without a choice.
+
+    Shapes: ``x: [n, h]``, ``weights: [n, c] -> [m, h]``.
+    """
     of_row, choices = weights.reshape(-1), order.choices
     if order.has_empty_rows:
         of_row, choices = F.pad(of_row, (0, 1)), choices.clamp(max=weights.numel())
-    return gather_rows(grad, order).mul_(of_row[choices].unsqueeze(-1)), weights_grad
+    return gather_rows(x, order).mul_(of_row[choices].unsqueeze(-1))
 
 
 def _rows_of_tokens(rows: torch.Tensor, order: RowOrder) -> torch.Tensor:

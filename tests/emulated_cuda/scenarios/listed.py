@@ -515,6 +515,7 @@ _IN_FP8 = (
     training("experts in fp8, rows", f"{_EXPERTS} {_FP8} rowwise --add-qkv-bias"),
     training("experts in fp8 on a B200", f"{_EXPERTS} {_E4M3} mxfp8 --hidden-size 64", gpu="b200"),
     training("Triton: fp8, rows", f"{_SHORT} {_FP8} rowwise", triton=True),
+    training("Triton: experts in fp8, rows", f"{_EXPERTS} {_SHORT} {_E4M3} rowwise --moe-grouped-gemm", triton=True),
     training("Triton: fp8, blocks of 128", f"{_SHORT} {_FP8} blockwise {_ROPE}", triton=True),
     training(
         "Triton: fp8, rows, tensor parallel",

@@ -127,7 +127,7 @@ GATED_KINDS = ("swiglu", "geglu")
 
 
 @triton.jit
-def _activation_and_slope(x, KIND: tl.constexpr):
+def activation_and_slope(x, KIND: tl.constexpr):
     """Return the activation of ``x`` and its derivative."""
     tl.static_assert(KIND == "swiglu" or KIND == "geglu", "a gated activation without a program")
     if KIND == "geglu":
@@ -150,7 +150,7 @@ def gated_forward_program(x: tl.tensor, y: tl.tensor, width: tl.tensor, KIND: tl
     x += row * width * 2
     gate = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + width + column, mask=inside, other=0.0).to(tl.float32)
-    activated, _ = _activation_and_slope(gate, KIND)
+    activated, _ = activation_and_slope(gate, KIND)
     tl.store(y + row * width + column, (activated * up).to(y.dtype.element_ty), mask=inside)
 
 
@@ -167,7 +167,7 @@ def gated_backward_program(
     gate = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + width + column, mask=inside, other=0.0).to(tl.float32)
     out = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    activated, slope = _activation_and_slope(gate, KIND)
+    activated, slope = activation_and_slope(gate, KIND)
     tl.store(x_grad + column, (out * up * slope).to(x_grad.dtype.element_ty), mask=inside)
     tl.store(x_grad + width + column, (out * activated).to(x_grad.dtype.element_ty), mask=inside)
 

@@ -71,7 +71,7 @@ def combine_gradient_program(
     width: tl.tensor,
     BLOCK: tl.constexpr,
 ):
-    """Write the gradient of a row, zeros without a choice, and the gradient of its weight."""
+    """Write the gradient of a row, zeros without a choice, if it is needed, and the gradient of its weight."""
     row = tl.program_id(0).to(tl.int64)
     choice = tl.load(choices + row)
     has_choice = choice < num_choices
@@ -84,7 +84,8 @@ def combine_gradient_program(
         out = tl.load(grad + token * width + column, mask=inside & has_choice, other=0.0).to(tl.float32)
         values = tl.load(rows + row * width + column, mask=inside & has_choice, other=0.0).to(tl.float32)
         products += out * values
-        tl.store(rows_grad + row * width + column, (out * weight).to(rows_grad.dtype.element_ty), mask=inside)
+        if rows_grad is not None:
+            tl.store(rows_grad + row * width + column, (out * weight).to(rows_grad.dtype.element_ty), mask=inside)
     tl.store(weights_grad + choice, tl.sum(products).to(weights_grad.dtype.element_ty), mask=has_choice)
 
 
@@ -129,15 +130,21 @@ def sum_rows(rows: torch.Tensor, weights: torch.Tensor | None, slots: torch.Tens
 
 
 def combine_gradients(
-    grad: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, choices: torch.Tensor, has_dropped_choices: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Triton version of the torch function of the same name."""
+    grad: torch.Tensor,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    choices: torch.Tensor,
+    has_dropped_choices: bool,
+    *,
+    of_rows: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Triton version of the torch function of the same name, or without ``of_rows`` of ``weights_gradient``."""
     num_rows, width = rows.shape
-    rows_grad = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    rows_grad = torch.empty_like(rows, memory_format=torch.contiguous_format) if of_rows else None
     # The program writes the gradients of the weights of choices that have rows.
     make = torch.zeros_like if has_dropped_choices else torch.empty_like
     weights_grad = make(weights, memory_format=torch.contiguous_format)
-    if rows_grad.numel():
+    if rows.numel():
         combine_gradient_program[(num_rows,)](
             grad.contiguous(), rows.contiguous(), weights.contiguous(), choices.contiguous(),
             rows_grad, weights_grad, weights.shape[1], weights.numel(), width, BLOCK=_BLOCK,

@@ -26,29 +26,26 @@ from megatron.core.ops import (
     Groups,
     PaddedGroups,
     Quantized,
-    QuantizedGroups,
     RowCounts,
     RowEnds,
     RowOrder,
     add_groups,
     grouped_gradient,
     grouped_product,
-    grouped_scaled_product,
     has_grouped_kernel,
     has_scaled_groups,
     has_scaled_products,
-    quantize_groups,
     row_counts,
     scaled_product,
     unfinished_grouped_gradient,
-    unfinished_scaled_gradient,
 )
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import Box, ParamSpec, Shard, quantized_of
 from megatron.core.tensor_parallel import make_parameter, saved_as_inputs
 from megatron.core.transformer import DecoderConfig, activation_of
-from megatron.core.transformer.moe.expert_dispatch import LateGradients, combine, run_in_order
+from megatron.core.transformer.moe.expert_dispatch import LateGradients, run_in_order
+from megatron.core.transformer.moe.fp8_experts import ExpertWeights, float8_experts
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -241,74 +238,6 @@ def float8_grouped_linear(
     return result
 
 
-class _Float8Groups(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        groups: PaddedGroups,
-        quantizers: Fp8Quantizers,
-        late: list[Callable[[], None]] | None,
-        takes_tokens: bool,
-        returns_tokens: bool,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.groups, ctx.quantizers, ctx.late = groups, quantizers, late
-        ctx.takes_tokens, ctx.returns_tokens = takes_tokens, returns_tokens
-        # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
-        ctx.main_grad = main_grad_of(weight)
-        rows = _quantized(x, groups, not takes_tokens, plain=True, transpose=False)
-        weights = quantizers.weight_of_groups(weight, transpose=False)
-        output = grouped_scaled_product(rows, weights, groups.ends, transpose=False)
-        return groups.sum_rows(output) if returns_tokens else output
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        groups: PaddedGroups = ctx.groups
-        needs_x_grad, needs_weight_grad = ctx.needs_input_grad[:2]
-        takes_tokens: bool = ctx.takes_tokens
-        rows = _quantized(grad, groups, not ctx.returns_tokens, plain=needs_x_grad, transpose=needs_weight_grad)
-        x_grad = weight_grad = None
-        if needs_x_grad:
-            weights = ctx.quantizers.weight_of_groups(weight, transpose=True)
-            x_grad = grouped_scaled_product(rows, weights, groups.ends, transpose=True)
-            x_grad = groups.sum_rows(x_grad) if takes_tokens else x_grad
-        if needs_weight_grad and ctx.main_grad is not None:
-            compute = partial(_add_scaled_gradients, rows, x.detach(), groups, not takes_tokens)
-            add = partial(ctx.main_grad.add_by, compute)
-            if ctx.late is None:
-                add()
-            else:
-                ctx.late.append(add)
-        elif needs_weight_grad:
-            weight_grad = torch.empty_like(weight)
-            _add_scaled_gradients(rows, x.detach(), groups, not takes_tokens, weight_grad, overwrite=True)
-        return x_grad, weight_grad, *(None,) * 5
-
-
-def _quantized(
-    x: torch.Tensor, groups: PaddedGroups, is_padded: bool, *, plain: bool, transpose: bool
-) -> QuantizedGroups:
-    """Quantize the rows of tokens, or with ``is_padded`` padded rows, of which the padding may have any values."""
-    number, forms = len(groups.ends), {"plain": plain, "transpose": transpose}
-    return quantize_groups(x, groups.group_of, number, order=groups.order, is_padded=is_padded, **forms)
-
-
-def _add_scaled_gradients(
-    grad: QuantizedGroups,
-    x: torch.Tensor,
-    groups: PaddedGroups,
-    is_padded: bool,
-    total: torch.Tensor,
-    overwrite: bool,
-) -> None:
-    """Add the gradient of each group's weight to ``total``, or overwrite it."""
-    rows = _quantized(x, groups, is_padded, plain=False, transpose=True)
-    add_groups(total, unfinished_scaled_gradient(grad, rows, groups.ends), groups.ends, overwrite=overwrite)
-
-
 def _summed_multiple(blocks: Blocks, device: str) -> int:
     """Return the multiple of rows that the weight gradient's GEMM requires."""
     takes_blocks = device == "cuda" and has_scaled_products(blocks, blocks, device)
@@ -398,7 +327,7 @@ class GroupedLinear(nn.Module):
         return is_plain and has_grouped_kernel(x, *self.weight.shape[1:])
 
     def takes_scaled_groups(self, x: torch.Tensor) -> bool:
-        """Return whether `forward` multiplies rows like ``x`` in FP8 by all experts in one launch."""
+        """Return whether `float8_experts` supports this layer for rows like ``x``."""
         if self.quantizers is None or self.bias is not None or any(self.children()):
             return False
         recipe = self.quantizers[0].recipe
@@ -411,22 +340,16 @@ class GroupedLinear(nn.Module):
         counts: Groups,
         *,
         late: list[Callable[[], None]] | None = None,
-        padded: PaddedGroups | None = None,
-        returns_padded: bool = False,
-    ) -> torch.Tensor:
+        gives_weights: bool = False,
+    ) -> torch.Tensor | ExpertWeights:
         """Apply each expert's weight to its rows; ``counts`` are the rows per expert of this rank.
 
-        ``padded`` are the padded groups of rows if the layer takes them, see `takes_scaled_groups`. With them a layer
-        whose output features are sharded maps tokens to padded rows. A layer whose input features are sharded takes
-        padded rows, and returns the sum of each token's rows, or with ``returns_padded`` the padded rows.
+        With ``gives_weights`` return the weights for `float8_experts` instead, if `takes_scaled_groups`. The call makes
+        sure that they are all-gathered.
         """
-        if padded is not None:
+        if gives_weights:
             assert self.quantizers is not None
-            # Rows stay padded between the first and the second linear layer, whose input features are sharded.
-            is_first = self.cut_dim == 1
-            arguments = (x, self.weight, padded, self.quantizers[0], late, is_first, not (is_first or returns_padded))
-            result: torch.Tensor = _Float8Groups.apply(*arguments)  # type: ignore[no-untyped-call]
-            return result
+            return ExpertWeights(self.weight, self.quantizers[0])
         if self.quantizers is not None:
             assert not isinstance(counts, RowEnds), "FP8 reads the counts"
             return float8_grouped_linear(
@@ -504,27 +427,18 @@ class GroupedExperts(nn.Module):
         late = late if x.requires_grad else None
         num_rows = len(x) if order is None else len(order.choices)
         if not num_rows or not all(linear.takes_scaled_groups(x) for linear in (self.linear_fc1, self.linear_fc2)):
-            return run_in_order(lambda rows: self._feed_forward(rows, counts, late, None, False), x, order, weights)
+            return run_in_order(lambda rows: self._feed_forward(rows, counts, late), x, order, weights)
         padded = PaddedGroups.of(counts, num_rows, x.device, order)
-        if weights is None:
-            return self._feed_forward(x, counts, late, padded, False)
-        return combine(self._feed_forward(x, counts, late, padded, True), weights, padded.order)
+        first, second = (linear(x, counts, gives_weights=True) for linear in (self.linear_fc1, self.linear_fc2))
+        result: torch.Tensor = float8_experts(x, first, second, self.activation, padded, weights, late=late)
+        return result
 
-    def _feed_forward(
-        self,
-        x: torch.Tensor,
-        counts: Groups,
-        late: LateGradients | None,
-        padded: PaddedGroups | None,
-        returns_padded: bool,
-    ) -> torch.Tensor:
-        inner = self.linear_fc1(x, counts, late=late, padded=padded)
+    def _feed_forward(self, x: torch.Tensor, counts: Groups, late: LateGradients | None) -> torch.Tensor:
+        inner = self.linear_fc1(x, counts, late=late)
         activated = self.activation(inner)
         is_again = self.recomputes_activation and self.training
         with saved_as_inputs(activated, self.activation, inner) if is_again else nullcontext():
-            output: torch.Tensor = self.linear_fc2(
-                activated, counts, late=late, padded=padded, returns_padded=returns_padded
-            )
+            output: torch.Tensor = self.linear_fc2(activated, counts, late=late)
         return output
 
 

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 
-from megatron.core.ops.fp8_groups import GRAIN, PaddedGroups, QuantizedGroups, quantize_groups, quantize_weights
+from megatron.core.ops.fp8_groups import (
+    GRAIN,
+    Activation,
+    PaddedGroups,
+    QuantizedGroups,
+    quantize_activated,
+    quantize_activation_gradient,
+    quantize_groups,
+    quantize_weights,
+)
 from megatron.core.ops.fp8_tensor import E4M3, ROWS, quantize
+from megatron.core.ops.gated_activation import gated_activation, kind_of
 from megatron.core.ops.gemm import Groups, RowEnds, row_counts
-from megatron.core.ops.token_rows import gather_rows
+from megatron.core.ops.token_rows import combine_gradients, gather_rows
 from megatron.core.transformer.moe.expert_dispatch import sort_choices
 from tests.unit.core.ops.interpreted import cpu_runs_on_triton, interpret, needs_triton
 
 COUNTS = (5, 0, 33, 16, 1)
 WIDTH = 300
+PARTS = ("data", "scale", "turned", "turned_scale")
 
 
 def rows_of(dtype: torch.dtype) -> torch.Tensor:
@@ -93,7 +108,7 @@ def test_padded_rows_are_quantized_like_rows_whatever_their_padding(parts: tuple
         plain=plain,
         transpose=transpose,
     )
-    for name in ("data", "scale", "turned", "turned_scale"):
+    for name in PARTS:
         one, other = getattr(found, name), getattr(expected, name)
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one.float(), other.float()), name
@@ -106,7 +121,7 @@ def test_rows_of_tokens_are_quantized_and_summed_like_copies_of_them() -> None:
         quantized(tokens, groups, plain=True, transpose=True),
         quantize_groups(copies, groups.group_of, len(groups.ends), plain=True, transpose=True),
     )
-    for name in ("data", "scale", "turned", "turned_scale"):
+    for name in PARTS:
         assert torch.equal(getattr(found, name).float(), getattr(expected, name).float()), name
     # Padding and the choices that were dropped add nothing.
     rows = torch.randn(copies.shape).double().masked_fill((groups.order.choices >= 3 * len(tokens))[:, None], 0.0)
@@ -132,6 +147,150 @@ def test_weights_are_quantized_expert_by_expert() -> None:
         assert torch.equal(found.turned_scale[number], turned.scale.flatten())
 
 
+def dequantized(groups: PaddedGroups, found: QuantizedGroups) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the rows of tokens in float64 from their plain form, and from their transpose."""
+    slots, plain, turned = groups.order.slots.flatten(), None, None
+    if found.data is not None:
+        assert found.scale is not None
+        plain = (found.data.double() * found.scale[:, None])[slots]
+    if found.turned is not None:
+        assert found.turned_scale is not None
+        group = groups.group_of.repeat_interleave(GRAIN)[slots].long()
+        turned = found.turned.double().t()[slots] * found.turned_scale[group]
+    return plain, turned
+
+
+def assert_rounded(actual: torch.Tensor | None, expected: torch.Tensor, dim: int) -> None:
+    """Compare with values before they were rounded to E4M3 with scales by amaxes along ``dim``."""
+    assert actual is not None
+    # Half a unit of the last of three bits, and of the smallest number, 2^-9, if the largest is at most 448.
+    most = expected.abs().amax(dim, keepdim=True)
+    # They are rounded to float32 before.
+    allowed = expected.abs() * (2**-4 + 2**-23) + most * 2**-10 / 224
+    assert ((actual - expected).abs() <= allowed).all()
+
+
+GATES = {"swiglu": F.silu, "geglu": partial(F.gelu, approximate="tanh")}
+
+
+FEW = (5, 0, 17)
+
+
+def inputs_of_activation(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, PaddedGroups]:
+    """Return padded rows, the gradient of their gated activation, and their groups; the padding is NaN."""
+    torch.manual_seed(8)
+    up = rows_of(dtype)[: sum(FEW)]
+    groups = PaddedGroups.of(row_counts(FEW), len(up), up.device)
+    inner = torch.cat((torch.randn(up.shape).to(dtype) * 3, up), 1)
+    return padded_rows(inner, groups), padded_rows(torch.randn(up.shape).to(dtype), groups), groups
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "geglu"])
+def test_activations_and_their_gradients_are_quantized(kind: str) -> None:
+    x, grad, groups = inputs_of_activation(torch.float64)
+    activation = partial(gated_activation, kind=kind)
+    slots = groups.order.slots.flatten()
+    wide = x[slots].requires_grad_()
+    gate, up = wide.chunk(2, dim=-1)
+    expected = GATES[kind](gate) * up
+    (expected_grad,) = torch.autograd.grad(expected, wide, grad[slots])
+    forward, backward, again = quantized_activation(x, grad, groups, activation)
+    assert again.data is None
+    assert torch.equal(as_bytes(again.turned), as_bytes(forward.turned))
+    for found, values in ((forward, expected.detach()), (backward, expected_grad)):
+        plain, turned = dequantized(groups, found)
+        assert_rounded(plain, values, 1)
+        for group, rows in enumerate(turned.split(FEW)):  # type: ignore[union-attr]
+            if len(rows):
+                assert_rounded(rows, values.split(FEW)[group], 0)
+
+
+def test_only_gated_activations_without_offset_and_limit_have_a_kind() -> None:
+    assert kind_of(partial(gated_activation, kind="geglu", offset=0.0, limit=None)) == "geglu"
+    assert kind_of(partial(gated_activation, kind="swiglu", offset=1.0)) is None
+    assert kind_of(partial(gated_activation, kind="swiglu", limit=7.0)) is None
+    assert kind_of(partial(F.gelu, approximate="tanh")) is None
+    assert kind_of(F.silu) is None
+
+
+def assert_equal(actual: QuantizedGroups, expected: QuantizedGroups) -> None:
+    for name in PARTS:
+        one, other = getattr(actual, name), getattr(expected, name)
+        assert (one is None) == (other is None), name
+        assert one is None or torch.equal(one.float().nan_to_num(7.0), other.float().nan_to_num(7.0)), name
+
+
+def quantized_activation(
+    x: torch.Tensor, grad: torch.Tensor, groups: PaddedGroups, activation: Activation
+) -> tuple[QuantizedGroups, ...]:
+    """Return an activation, the gradient of its input, and the transpose of the activation, quantized."""
+    parts = {"plain": True, "transpose": True}
+    return (
+        quantize_activated(x, groups, activation, **parts),
+        *quantize_activation_gradient(grad, x, groups, activation, **parts, activated=True),
+    )
+
+
+def quantized_after_activation(
+    x: torch.Tensor, grad: torch.Tensor, groups: PaddedGroups, activation: Activation
+) -> tuple[QuantizedGroups, ...]:
+    """Return the same from an activation and a gradient that are written before they are quantized."""
+    leaf = x.clone().requires_grad_()
+    activated = activation(leaf)
+    (x_grad,) = torch.autograd.grad(activated, leaf, grad)
+    forward, backward = (groups.quantize(each, plain=True, transpose=True) for each in (activated, x_grad))
+    return forward, backward, replace(forward, data=None, scale=None)
+
+
+def check_activations(dtype: torch.dtype, kind: str) -> None:
+    """Compare with kernels of the activation and of casts bit for bit, and with torch's operators in float64."""
+    x, grad, groups = inputs_of_activation(dtype)
+    activation = partial(gated_activation, kind=kind)
+    slots = groups.order.slots.flatten()
+    of_torch = quantized_activation(x.double(), grad.double(), groups, activation)
+    with cpu_runs_on_triton():
+        mine = quantized_activation(x, grad, groups, activation)
+        theirs = quantized_after_activation(x, grad, groups, activation)
+        for one, other in zip(mine, theirs, strict=True):
+            assert_equal(one, other)
+        forward, backward, _ = theirs
+        plain = quantize_activated(x, groups, activation, plain=True, transpose=False)
+        assert_equal(plain, replace(forward, turned=None, turned_scale=None))
+        turned, nothing = quantize_activation_gradient(
+            grad, x, groups, activation, plain=False, transpose=True, activated=False
+        )
+        assert_equal(turned, replace(backward, data=None, scale=None))
+        assert_equal(nothing, QuantizedGroups.of(None, None))
+    for fused, of_twin in zip(mine, of_torch, strict=True):
+        for number, (found, expected) in enumerate(zip(dequantized(groups, fused), dequantized(groups, of_twin))):
+            if found is None or expected is None:
+                assert found is expected is None
+                continue
+            for rows, expected_rows in zip(found.split(FEW), expected.split(FEW)):
+                if len(rows):
+                    # Both are rounded to E4M3, and one to bfloat16 before, which the interpreter truncates.
+                    most = expected_rows.abs().amax(1 - number, keepdim=True)
+                    allowed = expected_rows.abs() * (2**-3 + 2**-6) + most * (2**-9 / 224 + 2**-18)
+                    assert ((rows - expected_rows).abs() <= allowed).all()
+    # A value that is not finite is NaN in its row and in the column of its group.
+    bad = int(slots[20])
+    x[bad, 4] = float("inf")
+    with cpu_runs_on_triton():
+        mine = quantized_activation(x, grad, groups, activation)
+        for one, other in zip(mine, quantized_after_activation(x, grad, groups, activation), strict=True):
+            assert_equal(one, other)
+    for found in mine[:2]:
+        assert found.scale is not None
+        assert found.scale.isnan().nonzero().flatten().tolist() == [bad]
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["swiglu", "geglu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_programs_quantize_activations_as_they_compute_them(dtype: torch.dtype, kind: str) -> None:
+    interpret(check_activations, dtype, kind)
+
+
 def check_programs(dtype: torch.dtype, has_bad: bool) -> None:
     x = rows_of(dtype)
     if has_bad:
@@ -143,6 +302,9 @@ def check_programs(dtype: torch.dtype, has_bad: bool) -> None:
     of_padded = {"order": groups.order, "is_padded": True}
     chosen, chosen_groups = of_choices(x)
     of_whole = torch.arange(2, dtype=torch.int32)
+    # By powers of two, so that the products need no rounding, which the interpreter does otherwise than torch.
+    powers = torch.randint(-3, 4, (len(chosen), chosen_groups.order.per_token)).float().exp2()
+    weighted = {"order": chosen_groups.order, "weights": powers}
     for plain, transpose in [(True, True), (True, False), (False, True)]:
         parts = {"plain": plain, "transpose": transpose}
         arguments = (
@@ -151,16 +313,25 @@ def check_programs(dtype: torch.dtype, has_bad: bool) -> None:
             ((padded, groups.group_of, len(groups.ends)), of_padded),
             ((whole, of_whole, 2), {}),
             ((long, of_whole[:1], 1), {}),
+            ((chosen, chosen_groups.group_of, len(chosen_groups.ends)), weighted),
         )
         expected = [quantize_groups(*given, **more, **parts) for given, more in arguments]
         with cpu_runs_on_triton():
             actual = [quantize_groups(*given, **more, **parts) for given, more in arguments]
         for mine, theirs in zip(actual, expected, strict=True):
-            for name in ("data", "scale", "turned", "turned_scale"):
+            for name in PARTS:
                 one, other = getattr(mine, name), getattr(theirs, name)
                 assert (one is None) == (other is None)
                 if one is not None:
                     assert torch.equal(one.float().nan_to_num(7.0), other.float().nan_to_num(7.0)), name
+
+    # Quantized as they are weighted, rows have the bits of weighted rows that are written in between.
+    weights, empty = torch.rand(powers.shape), x.new_zeros(len(chosen_groups.order.choices), WIDTH)
+    with cpu_runs_on_triton():
+        written, _ = combine_gradients(chosen, empty, weights, chosen_groups.order)
+        expected_rows = chosen_groups.quantize(written, plain=True, transpose=True)
+        found = chosen_groups.quantize(chosen, is_padded=False, weights=weights, plain=True, transpose=True)
+        assert_equal(found, expected_rows)
 
 
 @needs_triton

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from megatron.core.ops.gemm import RowEnds
-from megatron.core.ops.token_rows import RowOrder, add_groups, combine_gradients, combine_rows, gather_rows, sum_rows
+from megatron.core.ops.token_rows import (
+    RowOrder,
+    add_groups,
+    combine_gradients,
+    combine_rows,
+    gather_rows,
+    sum_rows,
+    weights_gradient,
+)
 from megatron.core.transformer.moe.expert_dispatch import combine, sort_choices, take_rows
 from tests.unit.core.ops.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
 
@@ -100,6 +108,7 @@ def check_programs(dtype: torch.dtype) -> None:
             combined = combine_rows(rows, weights, order, dtype)
             wide = combine_rows(rows, weights.float(), order, torch.float32)
             found = combine_gradients(grad, rows, weights, order)
+            assert torch.equal(weights_gradient(grad, rows, weights, order), found[1])
         assert torch.equal(taken, gather_rows(x, order))
         if not len(x):
             assert not taken.any()

@@ -18,7 +18,7 @@ pytestmark = needs_triton
 MAX_REGISTERS = 64
 """With these, 1024 threads of any program are at work on a multiprocessor at once."""
 MIN_FLOAT8_CAPABILITY = 90
-NUM_PROGRAMS, NUM_FLOAT8 = 58, 15
+NUM_PROGRAMS, NUM_FLOAT8 = 59, 25
 MAX_NORM_GRADIENT_REGISTERS = 128
 """Its threads keep their part of the weight gradients while the rows pass."""
 MAX_WIDE_GATE_STACK_BYTES = 40
@@ -40,6 +40,7 @@ def programs(capability: int) -> Iterator[Program]:
         cross_entropy,
         dropout_keys,
         fp8_cast,
+        fp8_gated_gradient,
         fp8_group_cast,
         gated_norm,
         query_key_value,
@@ -130,6 +131,8 @@ def programs(capability: int) -> Iterator[Program]:
     yield "summed rows", token_rows.sum_program, kinds | {"weights": None}, sizes | {"PER_TOKEN": 8}, 4
     yield "combined rows", token_rows.sum_program, kinds | {"weights": "*fp32"}, sizes | {"PER_TOKEN": 2}, 4
     yield "combined rows, gradient", token_rows.combine_gradient_program, kinds | wide, sizes, 4
+    of_weights = kinds | wide | {"rows_grad": None}
+    yield "gradient of weights", token_rows.combine_gradient_program, of_weights, sizes, 4
     yield "added groups", token_rows.add_groups_program, kinds | {"total": "*fp32"}, sizes | {"ADDS": True}, 4
     kinds = dict.fromkeys(("state", "visible", "weight", "bias", "sums_grad", "parts"), "*fp32")
     kinds |= dict.fromkeys(("last_state_grad", "state_grad"), "*fp32")
@@ -179,11 +182,22 @@ def programs(capability: int) -> Iterator[Program]:
         kinds |= dict.fromkeys(("per_token", "num_choices", "num_groups"), "odd")
         sizes = {"ROWS": fp8_group_cast._WHOLE_ROWS, "BLOCK": fp8_group_cast._WHOLE_ROW}
         sizes |= {"IS_PADDED": False, "GRAIN": fp8_group_cast.GRAIN}
-        whole = kinds | {"scale": "*fp32"}
-        yield "float8 rows of groups", fp8_group_cast.whole_rows_program, whole, sizes, fp8_group_cast._WARPS
-        sizes = {"ROWS": fp8_group_cast.GRAIN, "BLOCK": fp8_group_cast._BLOCK, "IS_PADDED": False}
-        yield "amax of groups", fp8_group_cast.group_amax_program, kinds, sizes, fp8_group_cast._WARPS
-        yield "float8 groups", fp8_group_cast.group_rows_program, kinds, sizes, fp8_group_cast._WARPS
+        kinds |= dict.fromkeys(("activated_columns", "activated_amax"), "*i32") | {"activated_turned": "*u8"}
+        whole, warps = kinds | {"scale": "*fp32"}, fp8_group_cast._WARPS
+        tile = {"ROWS": fp8_group_cast.GRAIN, "BLOCK": fp8_group_cast._BLOCK, "IS_PADDED": False}
+        for kind in (None, *activation.GATED_KINDS):
+            of_kind = {"KIND": kind, "IS_PADDED": kind is not None}
+            given = {"weights": "*fp32" if kind is None else None}
+            rows = whole | given, sizes | of_kind, warps
+            some = kinds | given, tile | of_kind, warps
+            yield f"float8 rows of groups, {kind}", fp8_group_cast.whole_rows_program, *rows
+            yield f"amax of groups, {kind}", fp8_group_cast.group_amax_program, *some
+            yield f"float8 groups, {kind}", fp8_group_cast.group_rows_program, *some
+        tile = {"ROWS": fp8_group_cast.GRAIN, "BLOCK": fp8_gated_gradient._BLOCK}
+        for kind in activation.GATED_KINDS:
+            of_kind, warps = tile | {"KIND": kind}, fp8_gated_gradient._WARPS
+            yield f"amax of gradients, {kind}", fp8_gated_gradient.gradient_amax_program, kinds, of_kind, warps
+            yield f"float8 gradients, {kind}", fp8_gated_gradient.gradient_rows_program, kinds, of_kind, warps
 
 
 def matmul_programs(capability: int) -> Iterator[Program]:
@@ -247,6 +261,7 @@ def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability:
         # amaxes are atomic updates.
         is_normalizer = result.name == "cross-entropy"
         writes_little = is_normalizer or result.name.endswith("sums") or draws_keys or result.name.startswith("amax")
+        writes_little = writes_little or result.name == "gradient of weights"
         assert result.wide_stores >= (0 if writes_little else 1), result
         assert result.narrow_accesses == (1 if is_normalizer else 0), result
 

@@ -26,7 +26,7 @@ from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.decoder_config import MoEConfig, moe_layers
-from megatron.core.transformer.moe import grouped_experts
+from megatron.core.transformer.moe import fp8_experts, grouped_experts
 from megatron.core.transformer.moe.expert_dispatch import run_in_order
 from megatron.core.transformer.moe.expert_layer import ExpertLayer, loads_of
 from megatron.core.transformer.moe.load_balancing import LoadReport
@@ -481,8 +481,8 @@ def gradients_of_groups(grad: QuantizedGroups, x: QuantizedGroups, ends: RowEnds
 @pytest.mark.parametrize("kind", ["all choices", "dropped choices", "permuted rows"])
 def test_float8_experts_at_once_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Tokens are quantized in the order of the rows; expert 3 has no rows if they are permuted."""
-    monkeypatch.setattr(grouped_experts, "grouped_scaled_product", multiply_groups)
-    monkeypatch.setattr(grouped_experts, "unfinished_scaled_gradient", gradients_of_groups)
+    monkeypatch.setattr(fp8_experts, "grouped_scaled_product", multiply_groups)
+    monkeypatch.setattr(fp8_experts, "unfinished_scaled_gradient", gradients_of_groups)
     settings = {
         "moe_ffn_hidden_size": 32,
         "hidden_size": 32,
