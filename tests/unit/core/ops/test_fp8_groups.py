@@ -291,7 +291,7 @@ def test_programs_quantize_activations_as_they_compute_them(dtype: torch.dtype, 
     interpret(check_activations, dtype, kind)
 
 
-def check_programs(dtype: torch.dtype, has_bad: bool) -> None:
+def check_programs(dtype: torch.dtype, has_bad: bool, plain: bool, transpose: bool) -> None:
     x = rows_of(dtype)
     if has_bad:
         x[8, 3], x[20, 4] = float("nan"), float("inf")
@@ -305,37 +305,37 @@ def check_programs(dtype: torch.dtype, has_bad: bool) -> None:
     # By powers of two, so that the products need no rounding, which the interpreter does otherwise than torch.
     powers = torch.randint(-3, 4, (len(chosen), chosen_groups.order.per_token)).float().exp2()
     weighted = {"order": chosen_groups.order, "weights": powers}
-    for plain, transpose in [(True, True), (True, False), (False, True)]:
-        parts = {"plain": plain, "transpose": transpose}
-        arguments = (
-            ((x, groups.group_of, len(groups.ends)), {"order": groups.order}),
-            ((chosen, chosen_groups.group_of, len(chosen_groups.ends)), {"order": chosen_groups.order}),
-            ((padded, groups.group_of, len(groups.ends)), of_padded),
-            ((whole, of_whole, 2), {}),
-            ((long, of_whole[:1], 1), {}),
-            ((chosen, chosen_groups.group_of, len(chosen_groups.ends)), weighted),
-        )
-        expected = [quantize_groups(*given, **more, **parts) for given, more in arguments]
-        with cpu_runs_on_triton():
-            actual = [quantize_groups(*given, **more, **parts) for given, more in arguments]
-        for mine, theirs in zip(actual, expected, strict=True):
-            for name in PARTS:
-                one, other = getattr(mine, name), getattr(theirs, name)
-                assert (one is None) == (other is None)
-                if one is not None:
-                    assert torch.equal(one.float().nan_to_num(7.0), other.float().nan_to_num(7.0)), name
+    parts = {"plain": plain, "transpose": transpose}
+    arguments = (
+        ((x, groups.group_of, len(groups.ends)), {"order": groups.order}),
+        ((chosen, chosen_groups.group_of, len(chosen_groups.ends)), {"order": chosen_groups.order}),
+        ((padded, groups.group_of, len(groups.ends)), of_padded),
+        ((whole, of_whole, 2), {}),
+        ((long, of_whole[:1], 1), {}),
+        ((chosen, chosen_groups.group_of, len(chosen_groups.ends)), weighted),
+    )
+    expected = [quantize_groups(*given, **more, **parts) for given, more in arguments]
+    with cpu_runs_on_triton():
+        actual = [quantize_groups(*given, **more, **parts) for given, more in arguments]
+    for mine, theirs in zip(actual, expected, strict=True):
+        for name in PARTS:
+            one, other = getattr(mine, name), getattr(theirs, name)
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert torch.equal(one.float().nan_to_num(7.0), other.float().nan_to_num(7.0)), name
 
     # Quantized as they are weighted, rows have the bits of weighted rows that are written in between.
     weights, empty = torch.rand(powers.shape), x.new_zeros(len(chosen_groups.order.choices), WIDTH)
     with cpu_runs_on_triton():
         written, _ = combine_gradients(chosen, empty, weights, chosen_groups.order)
-        expected_rows = chosen_groups.quantize(written, plain=True, transpose=True)
-        found = chosen_groups.quantize(chosen, is_padded=False, weights=weights, plain=True, transpose=True)
+        expected_rows = chosen_groups.quantize(written, **parts)
+        found = chosen_groups.quantize(chosen, is_padded=False, weights=weights, **parts)
         assert_equal(found, expected_rows)
 
 
 @needs_triton
 @pytest.mark.parametrize("has_bad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_programs_equal_torchs_operators(dtype: torch.dtype, has_bad: bool) -> None:
-    interpret(check_programs, dtype, has_bad)
+@pytest.mark.parametrize(("plain", "transpose"), [(True, True), (True, False), (False, True)])
+def test_programs_equal_torchs_operators(plain: bool, transpose: bool, dtype: torch.dtype, has_bad: bool) -> None:
+    interpret(check_programs, dtype, has_bad, plain, transpose)
