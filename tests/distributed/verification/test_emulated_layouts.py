@@ -167,12 +167,13 @@ def run_tool(*flags: str, env: dict[str, str] | None = None) -> subprocess.Compl
 
 @pytest.mark.full
 def test_the_command_runs_cells_on_emulated_devices(emulator: None) -> None:
+    # In float32 some processors round so that a token near a tie of its router changes its expert in a later step.
     result = run_tool(
-        "--emulate-cuda", "a100", "--dtype", "float32", "--emulated-triton", "absent", "--filter", "first1"
+        "--emulate-cuda", "a100", "--dtype", "float64", "--emulated-triton", "absent", "--filter", "first1"
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert "passed  llama plain tp1 pp2 first1 cp1 dp1 | loss" in result.stdout
-    assert "9 passed, 0 failed, 0 rejected at parse time, float32" in result.stdout
+    assert "9 passed, 0 failed, 0 rejected at parse time, float64" in result.stdout
 
 
 @pytest.mark.full
