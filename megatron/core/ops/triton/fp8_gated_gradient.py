@@ -15,8 +15,8 @@ from megatron.core.ops.triton.activation import GATED_KINDS, activation_and_slop
 from megatron.core.ops.triton.fp8_group_cast import GRAIN, write_rows, write_transpose
 from megatron.core.ops.triton.fp8_scaled_cast import Part, _absolute_bits, scales_of
 
-_BLOCK = 256
-_WARPS = 8
+_BLOCK = 128
+_AMAX_WARPS, _ROWS_WARPS = 8, 4
 
 
 @triton.jit
@@ -154,13 +154,15 @@ def cast_gated_gradients(
     amax = torch.zeros(sum(sizes), dtype=torch.int32, device=x.device)
     found = [part if size else None for part, size in zip(amax.split(sizes), sizes)]
     given, grid = (grad, x, choices, group_of), (len(group_of), triton.cdiv(width, _BLOCK))
-    sized = {"KIND": kind, "ROWS": GRAIN, "BLOCK": _BLOCK, "num_warps": _WARPS}
-    gradient_amax_program[grid](*given, *found, num_choices, num_groups, width, **sized)
+    sizes_of_tile = {"KIND": kind, "ROWS": GRAIN, "BLOCK": _BLOCK}
+    gradient_amax_program[grid](*given, *found, num_choices, num_groups, width, **sizes_of_tile, num_warps=_AMAX_WARPS)
     shapes = (num_rows, 2 * width), (2 * width, num_rows), (width, num_rows)
     written = [
         torch.empty(shape, dtype=torch.uint8, device=x.device) if size else None for shape, size in zip(shapes, sizes)
     ]
-    gradient_rows_program[grid](*given, *found, *written, num_choices, num_groups, num_rows, width, **sized)
+    gradient_rows_program[grid](
+        *given, *found, *written, num_choices, num_groups, num_rows, width, **sizes_of_tile, num_warps=_ROWS_WARPS
+    )
     scales = scales_of(amax.view(torch.float32), torch.float8_e4m3fn).split(sizes)
     of_shape = scales[0], scales[1].view(-1, 2 * width), scales[2].view(-1, width)
     first, second, third = (

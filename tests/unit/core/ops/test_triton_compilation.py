@@ -25,8 +25,8 @@ MAX_WIDE_GATE_STACK_BYTES = 40
 """Of the spilled registers of a thread in the gradient of a gated norm of 8192 channels, of which it has 8."""
 MAX_CONVOLUTION_REGISTERS = 96
 """Its threads load all places of their windows at once."""
-MAX_FLOAT8_GRADIENT_REGISTERS = 96
-"""Its threads hold three results of 16 elements each: the gradients of both halves, and the activation."""
+MAX_FLOAT8_GRADIENT_REGISTERS = 80
+"""Its threads hold three results of 16 elements each, so that they can store 16 bytes. 768 are at work at once."""
 MAX_STACK_BYTES = {"bf16 per head": 0, "bf16 per channel": 80, "fp32 per head": 272, "fp32 per channel": 256}
 """Of the spilled registers of a thread, in programs with matmuls: operands of float32 are split into parts."""
 
@@ -197,9 +197,10 @@ def programs(capability: int) -> Iterator[Program]:
             yield f"float8 groups, {kind}", fp8_group_cast.group_rows_program, *some
         tile = {"ROWS": fp8_group_cast.GRAIN, "BLOCK": fp8_gated_gradient._BLOCK}
         for kind in activation.GATED_KINDS:
-            of_kind, warps = tile | {"KIND": kind}, fp8_gated_gradient._WARPS
-            yield f"amax of gradients, {kind}", fp8_gated_gradient.gradient_amax_program, kinds, of_kind, warps
-            yield f"float8 gradients, {kind}", fp8_gated_gradient.gradient_rows_program, kinds, of_kind, warps
+            of_amax = kinds, tile | {"KIND": kind}, fp8_gated_gradient._AMAX_WARPS
+            of_rows = *of_amax[:2], fp8_gated_gradient._ROWS_WARPS
+            yield f"amax of gradients, {kind}", fp8_gated_gradient.gradient_amax_program, *of_amax
+            yield f"float8 gradients, {kind}", fp8_gated_gradient.gradient_rows_program, *of_rows
 
 
 def matmul_programs(capability: int) -> Iterator[Program]:
