@@ -50,7 +50,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(MAX_WORLD_SIZE, timeout_s=60) as workers:
+    # The first compiled layout takes 50 s alone on two slow cores.
+    with WorkerPool(MAX_WORLD_SIZE, timeout_s=180) as workers:
         yield workers
 
 
