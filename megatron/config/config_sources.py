@@ -241,8 +241,8 @@ def _by_flag(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _settle(earlier: Mapping[str, list[str]], later: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Return both, without the earlier flags that later ones replace."""
-    gone = {other for flag in later for other in _replaced(flag)}
+    """Return both, without the earlier flags that later ones replace; a flag that is only repeated replaces none."""
+    gone = {other for flag, words in later.items() if earlier.get(flag) != words for other in _replaced(flag)}
     return {**{flag: words for flag, words in earlier.items() if flag not in gone}, **later}
 
 
