@@ -2,13 +2,13 @@
 
     python benchmarks/step/nanogpt.py --nanogpt PATH --output benchmarks/results/nanogpt_cpu_DATE
 
-PATH is a checkout of nanoGPT. Its ``model.py`` is trained in nanoGPT's loop: batch, forward, backward, clipping, AdamW.
-Without it a plain torch model of the same shape takes its place, and is named so. The floor is the same GEMMs,
-attention and optimizer update alone, with the faster of torch's two GEMM libraries. The contestants of a round are
-fresh processes that run in turns of some seconds, while the others are stopped: on a shared machine the speed changes
-by half within minutes, for all of them. A time is the mean of ten iterations of the smallest model, and one iteration
-of the others. The first 50 iterations (5 of the larger models) are not counted, nor are times of more than twice the
-median, in which the process was stopped.
+PATH is a checkout of nanoGPT. Its own ``train.py`` runs and prints the time of each iteration. Without it a plain torch
+model of the same shape takes its place, and is named so. The floor is the same GEMMs, attention and optimizer update
+alone, with the faster of torch's two GEMM libraries. The contestants of a round are fresh processes that run in turns
+of some seconds, while the others are stopped: on a shared machine the speed changes by half within minutes, for all of
+them. A time is the mean of ten iterations of the smallest model, and one iteration of the others. The first 50
+iterations (5 of the larger models) are not counted, nor are times of more than twice the median, in which the process
+was stopped.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import datetime
 import json
 import os
+import pickle
 import re
 import signal
 import statistics
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,13 +91,52 @@ def train_ours(shape: Shape) -> list[float]:
     return [float(found) for found in re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", done.stdout)]
 
 
-def train_other(shape: Shape, nanogpt: Path | None) -> list[float]:
-    """Return the milliseconds per iteration of nanoGPT's loop, one number per interval."""
+def train_nanogpt(shape: Shape, nanogpt: Path) -> list[float]:
+    """Return the milliseconds per iteration that nanoGPT's `train.py` prints, one mean per interval.
+
+    The settings are those of its recipe for a CPU, with another shape. The data set has random tokens.
+    """
+    import numpy as np
+
+    settings = {
+        "device": "cpu",
+        "compile": False,
+        "dtype": "float32",
+        "dropout": 0.0,
+        "log_interval": 1,
+        "eval_iters": 1,
+        "eval_interval": 1_000_000,
+        "max_iters": shape.iterations - 1,
+        "lr_decay_iters": 2000,
+        "block_size": shape.seq_length,
+        "batch_size": shape.batch_size,
+        "n_layer": shape.num_layers,
+        "n_head": shape.num_heads,
+        "n_embd": shape.hidden_size,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("configurator.py", "config"):
+            Path(folder, name).symlink_to(nanogpt.resolve() / name)
+        data = Path(folder, "data", "shakespeare_char")
+        data.mkdir(parents=True)
+        tokens = np.random.default_rng(1).integers(0, shape.vocab_size, 100_000, dtype=np.uint16)
+        for name in ("train", "val"):
+            tokens.tofile(data / f"{name}.bin")
+        (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": shape.vocab_size, "itos": {}, "stoi": {}}))
+        command = [sys.executable, str(nanogpt.resolve() / "train.py"), "config/train_shakespeare_char.py"]
+        command += [f"--{name}={value}" for name, value in settings.items()]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder)
+    times = [float(found) for found in re.findall(r"^iter .* time ([0-9.]+)ms", done.stdout, re.MULTILINE)]
+    return [statistics.mean(times[at : at + shape.interval]) for at in range(0, len(times), shape.interval)]
+
+
+def train_plain(shape: Shape) -> list[float]:
+    """Return the milliseconds per iteration of a plain torch model in nanoGPT's loop, one number per interval."""
     import torch
 
     torch.manual_seed(1)
     tokens = torch.randint(0, shape.vocab_size, (100_000,))
-    model, optimizer = _plain_model(shape) if nanogpt is None else _nanogpt_model(shape, nanogpt)
+    model, optimizer = _plain_model(shape)
 
     def iterate() -> None:
         starts = torch.randint(len(tokens) - shape.seq_length, (shape.batch_size,))
@@ -118,23 +159,6 @@ def _timed(iterate: Callable[[], None], shape: Shape) -> list[float]:
             iterate()
         times.append((time.perf_counter() - start) * 1e3 / shape.interval)
     return times
-
-
-def _nanogpt_model(shape: Shape, folder: Path) -> tuple[Any, Any]:
-    sys.path.insert(0, str(folder))
-    from model import GPT, GPTConfig  # type: ignore[import-not-found]
-
-    config = GPTConfig(
-        n_layer=shape.num_layers,
-        n_head=shape.num_heads,
-        n_embd=shape.hidden_size,
-        block_size=shape.seq_length,
-        bias=False,
-        vocab_size=shape.vocab_size,
-        dropout=0.0,
-    )
-    model = GPT(config)
-    return model, model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
 
 
 def _plain_model(shape: Shape) -> tuple[Any, Any]:
@@ -272,7 +296,7 @@ def main() -> None:
         shape = SHAPES[options.shapes[0]]
         train = {
             "ours": train_ours,
-            "other": lambda shape: train_other(shape, options.nanogpt),
+            "other": train_plain if options.nanogpt is None else partial(train_nanogpt, nanogpt=options.nanogpt),
             "floor": train_floor,
         }[options.role]
         options.output.write_text(json.dumps(train(shape)), encoding="utf-8")
