@@ -78,7 +78,7 @@ def test_kernels_are_held_against_their_twins(dtype: torch.dtype, report: Report
     assert markdown(report).count("\n| fused attention, ") == 2
 
 
-@pytest.mark.full
+@pytest.mark.long
 @needs_compiler
 def test_kernels_are_called_on_cuda_tensors_without_values() -> None:
     """Each kernel of each pair takes CUDA tensors and makes what its twin makes, on the device and in the format."""

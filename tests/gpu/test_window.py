@@ -320,7 +320,7 @@ def test_a_window_on_emulated_devices(libraries: Path, tmp_path: Path) -> None:
     assert "part 4 crashed" in text
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_gpu_tests_run_on_emulated_devices(libraries: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--emulate-cuda", "-rs", "-p", "no:cacheprovider"]
     result = run_command([*command, "tests/gpu"], timeout_s=1300.0, cwd=REPOSITORY)

@@ -67,7 +67,11 @@ def assert_equal(left: Sequence[Fragment], right: Sequence[Fragment]) -> None:
 
 @pytest.mark.default(2)
 @pytest.mark.parametrize(
-    ("layout", "dtype"), [(layout, dtype) for dtype in ("bfloat16", "float32") for layout in LAYOUTS][:-1]
+    ("layout", "dtype"),
+    [
+        *((layout, "bfloat16") for layout in LAYOUTS),
+        *(pytest.param(layout, "float32", marks=pytest.mark.long) for layout in LAYOUTS if layout != "fp8"),
+    ],
 )
 def test_dividing_the_loss_changes_no_bit(layout: str, dtype: str) -> None:
     world_size, flags = LAYOUTS[layout]

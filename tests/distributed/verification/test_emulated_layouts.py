@@ -7,8 +7,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,11 @@ def spread_cells(cells: list[Cell]) -> list[Cell]:
     return [*pairs[::_EVERY_PAIR], *larger[::_EVERY_LARGER]]
 
 
+def choices_of(cell: Cell) -> set[str]:
+    """Return the cell's model, data, choices of its layout and flags, as its name says."""
+    return {word for word in cell.name.split() if word.startswith("--") or not re.fullmatch(r"-?[0-9.]+", word)}
+
+
 def combinations_of(cell: Cell) -> set[frozenset[str]]:
     """Return which choices the cell combines, as its name says.
 
@@ -101,10 +107,10 @@ def combinations_of(cell: Cell) -> set[frozenset[str]]:
     return {*map(frozenset, pairs), *(frozenset([choice]) for choice in (*chosen, *flags))}
 
 
-def covering_cells(cells: list[Cell], covered: Iterable[Cell]) -> list[Cell]:
-    """Return some of the cells, in their order: together they have each combination that ``covered`` leaves out."""
-    combined = {cell.name: combinations_of(cell) for cell in cells}
-    missing = set[frozenset[str]]().union(*combined.values()).difference(*map(combinations_of, covered))
+def covering_cells(cells: list[Cell], covered: Iterable[Cell], features_of: Callable[[Cell], set[Any]]) -> list[Cell]:
+    """Return some of the cells, in their order: together they have each feature that ``covered`` leaves out."""
+    combined = {cell.name: features_of(cell) for cell in cells}
+    missing = set[Any]().union(*combined.values()).difference(*map(features_of, covered))
     chosen = set()
     while missing:
         best = max(combined, key=lambda name: len(combined[name] & missing))
@@ -116,12 +122,18 @@ def covering_cells(cells: list[Cell], covered: Iterable[Cell]) -> list[Cell]:
 MATRIX = verify_parallelism.choose_cells(verify_parallelism.parse_arguments([]))
 _DEFAULT_NAMES = {cell.name for cell in DEFAULT}
 _OTHERS = [small(cell) for cell in spread_cells(MATRIX) if cell.name not in _DEFAULT_NAMES]
-FULL = covering_cells(_OTHERS, DEFAULT)
-"""Cells that have every combination of two choices which half of the matrix has. The long tests run the matrix."""
+FULL = covering_cells(_OTHERS, DEFAULT, choices_of)
+"""Cells that have every model and every choice which half of the matrix has."""
+FURTHER = covering_cells(_OTHERS, (*DEFAULT, *FULL), combinations_of)
+"""Cells that have every combination of two choices which half of the matrix has."""
 
 
 @pytest.mark.default(len(DEFAULT))
-@pytest.mark.parametrize("cell", [*DEFAULT, *FULL], ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell",
+    [*DEFAULT, *FULL, *(pytest.param(cell, marks=pytest.mark.long) for cell in FURTHER)],
+    ids=lambda cell: cell.name,
+)
 def test_a_layout_on_emulated_devices_computes_what_a_cpu_process_computes(
     verifier: EmulatedVerifier, cell: Cell
 ) -> None:

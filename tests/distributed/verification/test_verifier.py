@@ -86,10 +86,7 @@ REPRESENTATIVE = (
     make_cell("gpt2", Layout(dp=4, sharding="optim_grads", overlap=True), "uneven"),
     make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type="all_gather"), "packed"),
     # Families least alike once; the whole matrix has all of them at all of their layouts.
-    make_cell("gemma2", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
-    make_cell("cohere", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("selective",))),
     make_cell("bloom", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=("selective",)), "packed"),
-    make_cell("apertus", Layout(tp=2, sequence_parallel=True, pp=2, cp=2)),
     make_cell("gemma4", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=("selective",))),
     # Dropout: the reference is run once for each shape and kind of data.
     with_micro_batch_size(make_cell("gpt2", Layout(dp=2, sharding="optim_grads"), extra=DROPOUT), 2),
@@ -108,6 +105,9 @@ REPRESENTATIVE = (
     make_expert_cell("deepseek-experts", ExpertLayout(tp=2, etp=1, dispatcher="allgather"), extra=EXPERT_NORMS),
 )
 FURTHER = (
+    make_cell("gemma2", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
+    make_cell("cohere", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("selective",))),
+    make_cell("apertus", Layout(tp=2, sequence_parallel=True, pp=2, cp=2)),
     make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True)),
     make_cell("mistral", Layout(tp=2, cp=2), "packed"),
     make_cell("gpt2", Layout(cp=2), extra=DROPOUT),

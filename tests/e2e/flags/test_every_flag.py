@@ -19,7 +19,7 @@ from tests.harness.observed_run import Observation, observe
 
 TRIALS = trials()
 FIELDS = {spec.flags[0]: spec for _, spec in command_line_fields()}
-SAMPLE = frozenset(random.Random(12).sample(sorted(TRIALS), 8))
+SAMPLE = frozenset(random.Random(12).sample(sorted(TRIALS), 4))
 LAYOUT_TOLERANCE = 1e-4
 # On this machine, or by their nature, these end the run or do nothing; the line says which.
 ANSWERED = {

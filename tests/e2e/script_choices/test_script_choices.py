@@ -118,7 +118,7 @@ END = 256  # the tokenizer's end of text
 
 
 DRAWN = random.Random(7).sample(all_choices(), 260)
-DEFAULT, LONG = DRAWN[:20], DRAWN[20:]
+FULL, LONG = DRAWN[:8], DRAWN[8:]
 Train = Callable[[Choices, bool], ForkedRun]
 
 
@@ -167,7 +167,7 @@ def assert_same(run: ForkedRun, one_process: ForkedRun, precision: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "choices", [*DEFAULT, *(pytest.param(choices, marks=pytest.mark.long) for choices in LONG)], ids=str
+    "choices", [*FULL, *(pytest.param(choices, marks=pytest.mark.long) for choices in LONG)], ids=str
 )
 def test_a_combination_trains_as_one_process_does_or_is_refused(
     choices: Choices, data: Path, tokenizer_folder: Path, train: Train, tmp_path: Path
@@ -186,7 +186,7 @@ def test_a_combination_trains_as_one_process_does_or_is_refused(
 
 @pytest.mark.parametrize("script", ["llama3_1", "qwen2_5"])
 def test_load_must_name_a_folder_with_a_tokenizer(script: str, data: Path, tmp_path: Path) -> None:
-    choices = next(each for each in DEFAULT if each.script == script and not each.VP)
+    choices = next(each for each in FULL if each.script == script and not each.VP)
     (problem,) = refusals(choices, data, tmp_path, tmp_path / "output")
     assert f"--load {tmp_path} has no tokenizer.json; save the fast tokenizer there" in problem
 

@@ -32,7 +32,8 @@ def libraries() -> Path:
     [
         ("checks.py", "h100"),
         ("checks_attention.py", "h100"),
-        *[("checks_gemm.py", gpu) for gpu in ("a100", "h100", "b200")],
+        pytest.param("checks_gemm.py", "a100", marks=pytest.mark.long),
+        *(("checks_gemm.py", gpu) for gpu in ("h100", "b200")),
     ],
 )
 def test_checks_of_the_emulator(file: str, gpu: str) -> None:

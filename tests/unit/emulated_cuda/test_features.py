@@ -129,6 +129,12 @@ FEATURES = {
     "sharded weights": Feature("--use-torch-fsdp2", 2, ("nccl:all_gather",), EXACT),
     "evaluation": Feature("--eval-interval 2 --eval-iters 2", tolerance=EXACT),
 }
+LIKE_OTHERS = (
+    *("fp8 tensorwise", "fp8 rowwise", "experts on b200", "experts in fp8, dropped", "experts in fp8 on b200"),
+    *("experts over tensor-parallel ranks", "experts, tokens dropped", "overlapped tensor parallelism in fp8 by rows"),
+    *("muon in bf16", "evaluation"),
+)
+"""Features that others resemble most: the long tests try them."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -161,7 +167,9 @@ def args_of(folder: Path, flags: str, *, save: bool = False) -> list[str]:
     return [*args[:place], *args[place + 2 :], "--metrics-jsonl", str(folder / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LIKE_OTHERS else name for name in FEATURES]
+)
 def test_a_feature_has_the_losses_of_the_cpu(
     name: str, on_cpu: Callable[[str, int], ForkedRun], tmp_path: Path
 ) -> None:
@@ -222,7 +230,7 @@ def test_captured_optimizer_steps_equal_eager_steps(flags: str, nproc: int, tmp_
     ("flags", "nproc", "tolerance"),
     [
         # The gradient of a hidden value is rounded once instead of twice: half a unit of the last place.
-        pytest.param("--bf16", 1, 2**-9, id="bf16"),
+        pytest.param("--bf16", 1, 2**-9, id="bf16", marks=pytest.mark.long),
         pytest.param(
             f"--squared-relu --recompute-granularity full --recompute-method uniform {TP2}", 2, EXACT, id="tp"
         ),

@@ -25,7 +25,7 @@ from tests.emulated_cuda.synchronizations.known import APART
 
 # The checks that need no emulator are cheap; the others carry marks.
 SEED = 20261126
-HANDFUL = 4
+HANDFUL = 2
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +156,12 @@ def test_a_captured_loss_keeps_the_logits_that_its_backward_pass_reads(servers: 
         ("--bf16", 1),
         ("--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2),
         ("--cuda-graph-impl local --cuda-graph-warmup-steps 1", 1),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --bf16 --fp8-format hybrid --fp8-recipe delayed", 2),
-        ("--pipeline-model-parallel-size 2 --bf16", 2),
+        pytest.param(
+            "--tensor-model-parallel-size 2 --sequence-parallel --bf16 --fp8-format hybrid --fp8-recipe delayed",
+            *(2,),
+            marks=pytest.mark.long,
+        ),
+        pytest.param("--pipeline-model-parallel-size 2 --bf16", 2, marks=pytest.mark.long),
     ],
 )
 def test_the_host_waits_as_often_in_a_step_of_more_layers_and_micro_batches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -285,8 +286,16 @@ def check_activations(dtype: torch.dtype, kind: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("kind", ["swiglu", "geglu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        *((torch.float32, "geglu"), (torch.bfloat16, "swiglu")),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in ((torch.float32, "swiglu"), (torch.bfloat16, "geglu"))
+        ),
+    ],
+)
 def test_programs_quantize_activations_as_they_compute_them(dtype: torch.dtype, kind: str) -> None:
     interpret(check_activations, dtype, kind)
 
@@ -333,9 +342,18 @@ def check_programs(dtype: torch.dtype, has_bad: bool, plain: bool, transpose: bo
         assert_equal(found, expected_rows)
 
 
+_BOTH, _PLAIN, _TRANSPOSE = (True, True), (True, False), (False, True)
+_OFTEN = ((_BOTH, torch.bfloat16, True), (_PLAIN, torch.float32, False), (_TRANSPOSE, torch.float32, True))
+_RARELY = [
+    each
+    for each in itertools.product((_BOTH, _PLAIN, _TRANSPOSE), (torch.float32, torch.bfloat16), (False, True))
+    if each not in _OFTEN
+]
+
+
 @needs_triton
-@pytest.mark.parametrize("has_bad", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("plain", "transpose"), [(True, True), (True, False), (False, True)])
-def test_programs_equal_torchs_operators(plain: bool, transpose: bool, dtype: torch.dtype, has_bad: bool) -> None:
-    interpret(check_programs, dtype, has_bad, plain, transpose)
+@pytest.mark.parametrize(
+    ("parts", "dtype", "has_bad"), [*_OFTEN, *(pytest.param(*each, marks=pytest.mark.long) for each in _RARELY)]
+)
+def test_programs_equal_torchs_operators(parts: tuple[bool, bool], dtype: torch.dtype, has_bad: bool) -> None:
+    interpret(check_programs, dtype, has_bad, *parts)

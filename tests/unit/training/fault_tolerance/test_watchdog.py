@@ -268,7 +268,7 @@ class CountingStore:
         raise AssertionError("nobody claims the lead")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_16384_ranks_open_a_connection_per_node_and_the_leader_reads_nodes(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
     num_ranks, per_node = 16_384, 8

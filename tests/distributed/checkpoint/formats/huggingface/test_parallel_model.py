@@ -91,7 +91,7 @@ def save_tokenizer(folder: Path) -> None:
     import_transformers().PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]").save_pretrained(folder)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
     page = (REPOSITORY / "docs" / "huggingface.md").read_text()
     code = page.partition("## From Python")[2].split("```python\n")[1].partition("```")[0]
@@ -213,6 +213,7 @@ def test_loss_and_logits_are_those_of_the_plain_model(pair: tuple[Any, Any], pad
         assert torch.allclose(theirs, ours, rtol=0, atol=1e-4)
 
 
+@pytest.mark.full
 def test_left_padding_gives_the_loss_of_the_fused_kernels_of_transformers() -> None:
     """The first token after the padding is predicted from a padded position, which attends to nothing."""
     for kind in ("gpt2", "llama31", "gpt_oss"):  # GPT-Neo has no fused kernel in transformers
@@ -353,6 +354,7 @@ def test_the_processes_end_with_the_last_reference() -> None:
     assert all_end(pids)
 
 
+@pytest.mark.full
 def test_a_port_in_use_is_named_and_its_user_is_not_disturbed() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -434,8 +436,8 @@ def test_a_wrong_call_is_refused_before_processes_start(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "kind",
     [
-        *("gpt2", "mistral", "bloomz", "mpt_1b", "opt_125m", "xglm_7b"),
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("llama31", "qwen3")),
+        *("gpt2", "mistral", "bloomz"),
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("mpt_1b", "opt_125m", "xglm_7b", "llama31", "qwen3")),
     ],
 )
 def test_other_families_give_the_same_tokens_and_loss(kind: str) -> None:

@@ -116,7 +116,7 @@ def compute_all(folders: dict[str, Path], counts: dict[str, int]) -> dict[str, t
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_logits_and_greedy_tokens_are_those_of_transformers(expected: Any, tp: int) -> None:
     kinds = [kind for kind in KINDS if tp in SIZES[kind]]
     folders = {kind: expected[kind][0] for kind in kinds}
