@@ -5,7 +5,7 @@ A new kernel gets a line in ``kernel_pairs``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -144,6 +144,13 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
         shapes,
         False,
     )
+    yield KernelPair(
+        "weighted rows in FP8",
+        weighted_in_float8,
+        partial(weighted_in_float8, fuses=False),
+        (rows, (rows[0], 1)),
+        False,
+    )
     half = torch.arange(length, device=place)[:, None, None, None] / 1e4 ** torch.linspace(
         0, 1, width // 2, device=place
     )
@@ -201,7 +208,12 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
     by_head, by_group = (batch, length, heads, width), (batch, length, groups, width)
     # In float64 torch computes both.
     wide = torch.float64
-    yield KernelPair("scan", scan, partial(scan, dtype=wide), (by_head, by_head[:3], by_group, by_group, by_head[2:3]))
+    of_scan = (by_head, by_head[:3], by_group, by_group, by_head[2:3])
+    starts = (torch.arange(length, device=place) % (length // 3) == 2).expand(batch, length)
+    state = (batch, heads, width, width)
+    yield KernelPair("scan", scan, partial(scan, dtype=wide), of_scan)
+    packed_scan = partial(scan, starts=starts)
+    yield KernelPair("scan of documents", packed_scan, partial(packed_scan, dtype=wide), (*of_scan, state))
     inner = (batch, length, heads * width)
     yield KernelPair("gated norm", gated_norm, partial(gated_norm, dtype=wide), (inner, inner))
     for kind in ("LayerNorm", "RMSNorm"):
@@ -237,7 +249,9 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
     for name, decays in (("gated delta rule", by_sequence[:3]), ("Kimi delta attention", by_sequence)):
         shapes = (by_sequence, by_sequence, by_sequence, decays, by_sequence[:3])
         # In float64 torch computes it.
-        yield KernelPair(name, delta_rule, partial(delta_rule, dtype=torch.float64), shapes)
+        yield KernelPair(name, delta_rule, partial(delta_rule, dtype=wide), shapes)
+        packed_rule = partial(delta_rule, starts=starts)
+        yield KernelPair(f"{name} of documents", packed_rule, partial(packed_rule, dtype=wide), (*shapes, state))
 
 
 def fed_forward(
@@ -274,6 +288,14 @@ def swiglu_gradient_in_float8(x: torch.Tensor, grad: torch.Tensor, *, fuses: boo
     return _dequantized(groups, groups.quantize(inner_grad, **parts))
 
 
+def weighted_in_float8(x: torch.Tensor, weights: torch.Tensor, *, fuses: bool = True) -> torch.Tensor:
+    """Return weighted rows of tokens like `swiglu_in_float8`. Shapes: ``[n, m], [n, 1] -> [2n, m]``."""
+    groups = _groups_of(x)
+    if fuses:
+        return _dequantized(groups, groups.quantize(x, is_padded=False, weights=weights, plain=True, transpose=True))
+    return _dequantized(groups, groups.quantize(_padded(x * weights, groups), plain=True, transpose=True))
+
+
 def _groups_of(x: torch.Tensor) -> PaddedGroups:
     """Return three groups of the rows, one of them empty, with padding."""
     few = len(x) // 3
@@ -302,13 +324,23 @@ def delta_rule(
     v: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
+    state: torch.Tensor | None = None,
+    *,
+    starts: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return the gated delta rule of normalized queries and keys, computed with inputs of a dtype."""
+    """Return the gated delta rule of normalized queries and keys, computed with inputs of a dtype.
+
+    Documents begin at ``starts``, and ``state`` is the one before the first token.
+    """
     q, k, log_decay = F.normalize(q, dim=-1), F.normalize(k, dim=-1), F.logsigmoid(decay.float())
-    inputs = (q, k, v, log_decay, beta.sigmoid())
-    output, _ = gated_delta_rule(*(inputs if dtype is None else [x.to(dtype) for x in inputs]))
+    inputs = _of_dtype((q, k, v, log_decay, beta.sigmoid(), state), dtype)
+    output, _ = gated_delta_rule(*inputs, starts)
     return output.to(v.dtype)
+
+
+def _of_dtype(inputs: Sequence[torch.Tensor | None], dtype: torch.dtype | None) -> list[Any]:
+    return [x if x is None or dtype is None else x.to(dtype) for x in inputs]
 
 
 def scan(
@@ -317,11 +349,14 @@ def scan(
     B: torch.Tensor,
     C: torch.Tensor,
     D: torch.Tensor,
+    state: torch.Tensor | None = None,
+    *,
+    starts: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return Mamba-2's selective scan, computed with inputs of a dtype."""
-    inputs = x, F.softplus(dt.float() - 3.0), -torch.arange(1.0, 1.0 + len(D), device=D.device), B, C, D
-    output, _ = selective_scan(*(inputs if dtype is None else [each.to(dtype) for each in inputs]))
+    """Return Mamba-2's selective scan, computed with inputs of a dtype; ``state`` and ``starts`` as in `delta_rule`."""
+    inputs = x, F.softplus(dt.float() - 3.0), -torch.arange(1.0, 1.0 + len(D), device=D.device), B, C, D, state
+    output, _ = selective_scan(*_of_dtype(inputs, dtype), starts)
     return output.to(x.dtype)
 
 

@@ -68,11 +68,12 @@ def test_kernels_are_held_against_their_twins(dtype: torch.dtype, report: Report
     assert names == [
         *(2 * ["fused attention"]),
         *(4 * ["attention as chosen"]),
-        *("swiglu", "geglu", "swiglu in FP8", "gradient of swiglu in FP8"),
+        *("swiglu", "geglu", "swiglu in FP8", "gradient of swiglu in FP8", "weighted rows in FP8"),
         *("projection cut and rotated", "projection with a bias cut", "gelu behind a bias"),
         *("GEMMs with gelu", "GEMMs with gelu_tanh", "GEMMs with squared_relu"),
-        *("dropout added to a stream", "scan", "gated norm"),
-        *("dropout", "dropout", "cross-entropy", "gated delta rule", "Kimi delta attention"),
+        *("dropout added to a stream", "scan", "scan of documents", "gated norm", "dropout", "dropout"),
+        *("cross-entropy", "gated delta rule", "gated delta rule of documents"),
+        *("Kimi delta attention", "Kimi delta attention of documents"),
         *("attention block", "linear map"),
     ]
     assert markdown(report).count("\n| fused attention, ") == 2
@@ -84,7 +85,7 @@ def test_kernels_are_called_on_cuda_tensors_without_values() -> None:
     """Each kernel of each pair takes CUDA tensors and makes what its twin makes, on the device and in the format."""
     done = run_command([sys.executable, "-m", "tests.gpu.pretended"]).check()
     found = json.loads(done.stdout)
-    assert len(found) == 2 * 2 * 26
+    assert len(found) == 2 * 2 * 30
     for (name, made), (_, wanted) in zip(found[::2], found[1::2]):
         assert made == wanted, name
         assert {device for device, _, _ in made} == {"cuda:0"}
