@@ -186,7 +186,7 @@ def test_a_combination_trains_as_one_process_does_or_is_refused(
 
 @pytest.mark.parametrize("script", ["llama3_1", "qwen2_5"])
 def test_load_must_name_a_folder_with_a_tokenizer(script: str, data: Path, tmp_path: Path) -> None:
-    choices = next(each for each in FULL if each.script == script and not each.VP)
+    choices = next(each for each in DRAWN if each.script == script and not each.VP)
     (problem,) = refusals(choices, data, tmp_path, tmp_path / "output")
     assert f"--load {tmp_path} has no tokenizer.json; save the fast tokenizer there" in problem
 
