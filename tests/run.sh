@@ -2,7 +2,7 @@
 # Set up a fresh machine and run the default tests. Arguments go to pytest:
 #
 #   bash tests/run.sh                     the default tests: about five minutes on two cores
-#   bash tests/run.sh -m full             the further tests that .ci/run runs: about twenty minutes
+#   bash tests/run.sh -m full             the further tests that .ci/run runs: about half an hour on slow cores
 #   bash tests/run.sh tests/unit/core     all tests of a folder or file but the long ones
 #   bash tests/run.sh -m gpu              the tests that need a CUDA device; with --emulate-cuda on emulated ones
 #
