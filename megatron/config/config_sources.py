@@ -242,8 +242,14 @@ def _by_flag(words: Sequence[str]) -> dict[str, list[str]]:
 
 def _settle(earlier: Mapping[str, list[str]], later: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """Return both, without the earlier flags that later ones replace; a flag that is only repeated replaces none."""
-    gone = {other for flag, words in later.items() if earlier.get(flag) != words for other in _replaced(flag)}
+    changed = [flag for flag, words in later.items() if _split(words) != _split(earlier.get(flag, []))]
+    gone = {other for flag in changed for other in _replaced(flag)}
     return {**{flag: words for flag, words in earlier.items() if flag not in gone}, **later}
+
+
+def _split(words: Sequence[str]) -> list[str]:
+    """Return a flag and its values as words, also if they are one word (``--flag=value``)."""
+    return [part for word in words[:1] for part in word.split("=", 1)] + list(words[1:])
 
 
 def _replaced(flag: str) -> Collection[str]:

@@ -31,6 +31,7 @@ from megatron.core.ops.fp8_tensor import (
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.ops.gemm import RowEnds
 from megatron.core.ops.token_rows import RowOrder
+from megatron.core.optimizer.muon import orthogonalize
 from megatron.core.parallel_config import Fp8Config
 from megatron.core.transformer.moe.expert_dispatch import run_in_order, sort_choices
 from megatron.core.transformer.moe.fp8_experts import ExpertWeights, float8_experts
@@ -469,3 +470,11 @@ def test_experts_read_tokens_in_the_order_of_their_rows(kind: str) -> None:
     for mine, theirs in zip(*results, strict=True):
         assert mine.float().abs().sum() > 0
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_of_muon_has_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
+    for shape in ((96, 96), (192, 64), (64, 192)):
+        matrix = torch.randn(shape)
+        made, wanted = (orthogonalize(each, 5, "quintic", dtype) for each in (matrix.cuda(), matrix))
+        assert torch.equal(made.cpu(), wanted)

@@ -136,15 +136,11 @@ def run_layer(settings: dict[str, Any]) -> dict[str, Any]:
     output, bias = layer(x)
     (output * drawn(tuple(output.shape), 50)).sum().backward()
     gradients = {name: listed(p.grad) for name, p in layer.named_parameters() if p.grad is not None}
-    # Of many numbers, the sum of their products with other numbers, and the sum of the products' absolute values.
-    products = {name: torch.tensor(each).double() for name, each in gradients.items()}
-    products = {name: each * drawn(tuple(each.shape), 60) for name, each in products.items()}
-    sums = {name: {"sum": float(each.sum()), "of absolute": float(each.abs().sum())} for name, each in products.items()}
     return {
         "output": listed(output),
         "bias": listed(bias),
         "x_grad": listed(x.grad),
-        "gradients": sums,
+        "gradients": gradients,
         "losses": losses(),
     }
 

@@ -88,7 +88,7 @@ def spread_cells(cells: list[Cell]) -> list[Cell]:
 
 def choices_of(cell: Cell) -> set[str]:
     """Return the cell's model, data, choices of its layout and flags, as its name says."""
-    return {word for word in cell.name.split() if word.startswith("--") or not re.fullmatch(r"-?[0-9.]+", word)}
+    return {word for word in cell.name.split() if not re.fullmatch(r"-?[0-9.]+", word)}
 
 
 def combinations_of(cell: Cell) -> set[frozenset[str]]:

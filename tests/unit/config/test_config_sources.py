@@ -130,8 +130,9 @@ def test_a_preset_gives_its_tokenizer_only_where_none_is_given() -> None:
     assert config.tokenizer.vocab_size is None
     config = resolve(f"{RUN} --model-preset gpt2-345m --vocab-size 99").config
     assert (config.tokenizer.tokenizer_type, config.tokenizer.vocab_size) == ("NullTokenizer", 99)
-    config = resolve(f"{RUN} --model-preset gpt2-345m --tokenizer-type NullTokenizer").config
-    assert config.tokenizer.vocab_size == resolve(f"{RUN} --model-preset gpt2-345m").config.tokenizer.vocab_size
+    of_preset = resolve(f"{RUN} --model-preset gpt2-345m").config.tokenizer
+    for repeated in ("--tokenizer-type NullTokenizer", "--tokenizer-type=NullTokenizer"):
+        assert resolve(f"{RUN} --model-preset gpt2-345m {repeated}").config.tokenizer == of_preset
 
 
 def test_sequences_are_as_long_as_the_positions_and_micro_batches_hold_one_sample() -> None:

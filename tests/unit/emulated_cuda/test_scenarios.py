@@ -158,7 +158,7 @@ def test_a_captured_loss_keeps_the_logits_that_its_backward_pass_reads(servers: 
         ("--cuda-graph-impl local --cuda-graph-warmup-steps 1", 1),
         pytest.param(
             "--tensor-model-parallel-size 2 --sequence-parallel --bf16 --fp8-format hybrid --fp8-recipe delayed",
-            *(2,),
+            2,
             marks=pytest.mark.long,
         ),
         pytest.param("--pipeline-model-parallel-size 2 --bf16", 2, marks=pytest.mark.long),

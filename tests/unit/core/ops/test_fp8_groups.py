@@ -25,6 +25,7 @@ from megatron.core.ops.gated_activation import gated_activation, kind_of
 from megatron.core.ops.gemm import Groups, RowEnds, row_counts
 from megatron.core.ops.token_rows import combine_gradients, gather_rows
 from megatron.core.transformer.moe.expert_dispatch import sort_choices
+from tests.harness.long_cases import some_long
 from tests.unit.core.ops.interpreted import cpu_runs_on_triton, interpret, needs_triton
 
 COUNTS = (5, 0, 33, 16, 1)
@@ -288,13 +289,10 @@ def check_activations(dtype: torch.dtype, kind: str) -> None:
 @needs_triton
 @pytest.mark.parametrize(
     ("dtype", "kind"),
-    [
-        *((torch.float32, "geglu"), (torch.bfloat16, "swiglu")),
-        *(
-            pytest.param(*each, marks=pytest.mark.long)
-            for each in ((torch.float32, "swiglu"), (torch.bfloat16, "geglu"))
-        ),
-    ],
+    some_long(
+        list(itertools.product((torch.float32, torch.bfloat16), ("swiglu", "geglu"))),
+        ((torch.float32, "geglu"), (torch.bfloat16, "swiglu")),
+    ),
 )
 def test_programs_quantize_activations_as_they_compute_them(dtype: torch.dtype, kind: str) -> None:
     interpret(check_activations, dtype, kind)
@@ -342,18 +340,16 @@ def check_programs(dtype: torch.dtype, has_bad: bool, plain: bool, transpose: bo
         assert_equal(found, expected_rows)
 
 
-_BOTH, _PLAIN, _TRANSPOSE = (True, True), (True, False), (False, True)
-_OFTEN = ((_BOTH, torch.bfloat16, True), (_PLAIN, torch.float32, False), (_TRANSPOSE, torch.float32, True))
-_RARELY = [
-    each
-    for each in itertools.product((_BOTH, _PLAIN, _TRANSPOSE), (torch.float32, torch.bfloat16), (False, True))
-    if each not in _OFTEN
-]
+BOTH, PLAIN, TRANSPOSE = (True, True), (True, False), (False, True)
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("parts", "dtype", "has_bad"), [*_OFTEN, *(pytest.param(*each, marks=pytest.mark.long) for each in _RARELY)]
+    ("parts", "dtype", "has_bad"),
+    some_long(
+        list(itertools.product((BOTH, PLAIN, TRANSPOSE), (torch.float32, torch.bfloat16), (False, True))),
+        ((BOTH, torch.bfloat16, True), (PLAIN, torch.float32, False), (TRANSPOSE, torch.float32, True)),
+    ),
 )
 def test_programs_equal_torchs_operators(parts: tuple[bool, bool], dtype: torch.dtype, has_bad: bool) -> None:
     interpret(check_programs, dtype, has_bad, *parts)

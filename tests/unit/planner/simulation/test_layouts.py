@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -31,6 +31,7 @@ from megatron.verification.cells import (
 )
 from tests.closed_forms.saved_activations import saved_bytes
 from tests.harness.dry_runs import DryRunCase, DryRunResult, run_dry_runs
+from tests.harness.long_cases import some_long
 
 _SIZES = (
     *("--hidden-size", "64", "--ffn-hidden-size", "96", "--seq-length", "32", "--max-position-embeddings", "32"),
@@ -257,11 +258,6 @@ class Results:
 @pytest.fixture(scope="module")
 def results() -> Results:
     return Results()
-
-
-def some_long(names: Collection[str], default: Collection[str]) -> list[object]:
-    """Return the names as parameters, those beside the default ones for the long tests."""
-    return [name if name in default else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 def waits_of(result: DryRunResult) -> Counter[Wait]:
