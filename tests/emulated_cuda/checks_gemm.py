@@ -136,6 +136,15 @@ def test_fp8_recipes_on_the_gpus_that_have_them(recipe: str, sizes: tuple[int, i
 
 
 @needs_fp8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_result_of_the_given_dtype_is_written_by_the_gemm(dtype: torch.dtype) -> None:
+    left, right = (quantize(torch.randn(rows, 64, device="cuda"), E4M3, WHOLE) for rows in (48, 32))
+    out = torch.full((48, 32), torch.nan, device="cuda", dtype=dtype)
+    assert device_product(left, right, dtype, out=out) is out
+    assert torch.equal(out, device_product(left, right, dtype))
+
+
+@needs_fp8
 @pytest.mark.parametrize("dtypes", [(E4M3, E5M2), (E5M2, E4M3)])
 def test_two_fp8_formats_in_one_product(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     a, b = fp8(32, 64, dtypes[0]), fp8(48, 64, dtypes[1])

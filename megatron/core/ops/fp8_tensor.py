@@ -98,9 +98,11 @@ class Quantized:
         """Return whether the device multiplies this matrix by the transpose of ``right`` natively."""
         return _has_scaled_product(self, right)
 
-    def device_product(self, right: Quantized, out_dtype: torch.dtype, *, narrow: bool = False) -> torch.Tensor:
-        """Compute ``self @ right.T`` with the device's native GEMM. Shapes: as those of `device_product`."""
-        return device_product(self, right, out_dtype, narrow=narrow)
+    def device_product(
+        self, right: Quantized, out_dtype: torch.dtype, *, narrow: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute ``self @ right.T`` with the device's native GEMM. Arguments: as those of `device_product`."""
+        return device_product(self, right, out_dtype, narrow=narrow, out=out)
 
 
 def amax_of(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -282,10 +284,12 @@ def scaled_product(
     library: str = "auto",
     *,
     narrow: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``left @ right.T + bias`` with accumulation in float32.
 
-    With ``narrow`` a float32 result of a device's GEMM that rounds to bfloat16 stays in bfloat16.
+    With ``narrow`` a float32 result of a device's GEMM that rounds to bfloat16 stays in bfloat16. A result of
+    ``out_dtype`` may be written to ``out``, which is then returned.
 
     Blocks of both operands extend along the columns. Native FP8 GEMMs are used if the GPU supports them for these
     blocks, otherwise float32 GEMMs of the dequantized values. On CPU native FP8 GEMMs are slower than float32.
@@ -293,22 +297,32 @@ def scaled_product(
     Shapes: ``left: [a, n]``, ``right: [b, n]``, ``bias: [b] -> [a, b]``.
     """
     if left.data.is_cuda and left.has_device_product(right):
-        result = left.device_product(right, out_dtype, narrow=narrow)
+        result = left.device_product(right, out_dtype, narrow=narrow, out=out)
         return result if bias is None else result + bias
     result = linear(left.values(), right.values(), None if bias is None else bias.float(), library)
     return result.to(out_dtype)
 
 
-def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype, *, narrow: bool = False) -> torch.Tensor:
+def device_product(
+    left: Quantized,
+    right: Quantized,
+    out_dtype: torch.dtype,
+    *,
+    narrow: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Compute ``left @ right.T`` with torch's scaled GEMM; raises RuntimeError if it is unsupported.
 
-    ``narrow`` as in `scaled_product`.
+    ``narrow`` and ``out`` as in `scaled_product`.
 
     Shapes: ``left: [a, n]``, ``right: [b, n] -> [a, b]``.
     """
     if right.blocks == SQUARES_OF_128:
         return in_dtype(_product_with_squares(left, right, torch.bfloat16), out_dtype, narrow)
-    return in_dtype(torch._scaled_mm(**scaled_operands(left, right, out_dtype)._asdict()), out_dtype, narrow)
+    operands = scaled_operands(left, right, out_dtype)
+    if out is not None and operands.out_dtype is out_dtype:
+        return torch._scaled_mm(**operands._asdict(), out=out)
+    return in_dtype(torch._scaled_mm(**operands._asdict()), out_dtype, narrow)
 
 
 class ScaledOperands(NamedTuple):

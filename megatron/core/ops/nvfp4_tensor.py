@@ -92,8 +92,12 @@ class Nvfp4Matrix(Quantized):
         """Return whether the device multiplies this matrix by the transpose of ``right`` natively."""
         return has_nvfp4_products(self.data.device.type)
 
-    def device_product(self, right: Quantized, out_dtype: torch.dtype, *, narrow: bool = False) -> torch.Tensor:
+    def device_product(
+        self, right: Quantized, out_dtype: torch.dtype, *, narrow: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Compute ``self @ right.T`` with torch's scaled GEMM; raises RuntimeError if it is unsupported.
+
+        The GEMM rounds to bfloat16, so that ``out`` is not written.
 
         Shapes: ``self: [a, n]``, ``right: [b, n] -> [a, b]``.
         """

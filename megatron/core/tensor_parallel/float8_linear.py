@@ -293,6 +293,16 @@ def _add_fp8(
 ) -> torch.Tensor | None:
     if main_grad is None:
         return scaled_product(grad, x, dtype, library=library)
-    # The addition reads the result in the dtype of the GEMM.
-    main_grad.add_computed(partial(scaled_product, grad, x, main_grad.tensor.dtype, library=library, narrow=True))
+    main_grad.add_by(partial(_add_product, grad, x, library))
     return None
+
+
+def _add_product(grad: Quantized, x: Quantized, library: str, total: torch.Tensor, overwrite: bool) -> None:
+    """Add ``grad @ x.T`` to ``total``, or overwrite it, by the GEMM itself if it can write its dtype."""
+    # An addition reads the result in the dtype of the GEMM.
+    out = total if overwrite else None
+    result = scaled_product(grad, x, total.dtype, library=library, narrow=True, out=out)
+    if not overwrite:
+        total.add_(result)
+    elif result is not total:
+        total.copy_(result)

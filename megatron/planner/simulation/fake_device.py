@@ -69,6 +69,10 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _EMPTY
     ) -> object:
         """Run an operator without values."""
+        if func is _aten._scaled_mm.out:
+            # torch has a meta kernel for the other overload only.
+            self.dispatch(_aten._scaled_mm.default, types, args, {k: v for k, v in kwargs.items() if k != "out"})
+            return kwargs["out"]
         if func in _FACTORIES:
             given = kwargs.get("device")
             device = _common_device(args[:1]) if given is None else _indexed(torch.device(given))
