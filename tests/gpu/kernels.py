@@ -29,11 +29,12 @@ from megatron.core.ops.fp8_groups import (
     quantize_activated,
     quantize_activation_gradient,
 )
+from megatron.core.ops.fp8_tensor import E4M3, E5M2, quantize_whole
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.ops.gemm import linear, row_counts
 from megatron.core.ops.gemm_activation import FusedActivation
 from megatron.core.ops.linear_attention import gated_delta_rule, selective_scan
-from megatron.core.ops.triton_support import runs_on_triton
+from megatron.core.ops.triton_support import casts_on_triton, runs_on_triton
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cross_entropy import vocab_sharded_cross_entropy
 from megatron.core.tensor_parallel.mappings import InputRegion
@@ -144,6 +145,14 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
         shapes,
         False,
     )
+    if casts_on_triton(torch.empty(1, dtype=torch.bfloat16, device=place)):
+        yield KernelPair(
+            "swiglu and its gradient in FP8 with one scale",
+            swiglu_with_one_scale,
+            partial(swiglu_with_one_scale, fuses=False),
+            shapes,
+            False,
+        )
     yield KernelPair(
         "weighted rows in FP8",
         weighted_in_float8,
@@ -286,6 +295,34 @@ def swiglu_gradient_in_float8(x: torch.Tensor, grad: torch.Tensor, *, fuses: boo
         leaf = inner.requires_grad_()
         (inner_grad,) = torch.autograd.grad(activation(leaf), leaf, outer)
     return _dequantized(groups, groups.quantize(inner_grad, **parts))
+
+
+def swiglu_with_one_scale(x: torch.Tensor, grad: torch.Tensor, *, fuses: bool = True) -> torch.Tensor:
+    """Return SwiGLU in E4M3, its transpose, the gradient of its input in E5M2, and its transpose, dequantized.
+
+    Each has one scale, which is known before. Without fusion SwiGLU and the gradient are written first.
+
+    Shapes: ``[n, 2f], [n, f] -> [n, 6f]``.
+    """
+    from megatron.core.ops.triton import cast_gated, cast_gated_gradient
+
+    scale, grad_scale = (torch.full((1, 1), power, device=x.device) for power in (2.0**-4, 2.0**-12))
+    if fuses:
+        plain, _ = cast_gated(x, "swiglu", scale, None, plain=True, transpose=False)
+        of_grad, grad_turned, turned = cast_gated_gradient(grad, x, "swiglu", E5M2, grad_scale, None, scale)
+        assert plain is not None
+        assert turned is not None
+    else:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            activated = gated_activation(leaf, "swiglu")
+            (x_grad,) = torch.autograd.grad(activated, leaf, grad)
+        (plain, turned), (of_grad, grad_turned) = (
+            (part.data for part in quantize_whole(matrix.detach(), dtype, by, None, transpose=True) if part is not None)
+            for matrix, dtype, by in ((activated, E4M3, scale), (x_grad, E5M2, grad_scale))
+        )
+    matrices = (plain, scale), (turned.t(), scale), (of_grad, grad_scale), (grad_turned.t(), grad_scale)
+    return torch.cat([data.float() * by for data, by in matrices], dim=1)
 
 
 def weighted_in_float8(x: torch.Tensor, weights: torch.Tensor, *, fuses: bool = True) -> torch.Tensor:

@@ -59,10 +59,10 @@ def make_model(
     return GPTModel(made, tp, make_rng(tp), seed=SEED, device=device, cp=cp, fills_later=fills_later)
 
 
-def make_float8_model(recipe: str, **config: Any) -> GPTModel:
-    """Return a toy model on one rank whose layers compute in fp8 by a recipe, or in nvfp4, with the usual weights."""
+def make_float8_model(recipe: str, tp: Group | None = None, **config: Any) -> GPTModel:
+    """Return a toy model, by default on one rank, whose layers compute in fp8 by a recipe, or in nvfp4."""
     config |= {"fp4_format": "e2m1"} if recipe == "nvfp4" else {"fp8_format": "hybrid", "fp8_recipe": recipe}
-    model = make_model(single_rank_group(), bf16=True, **config)
+    model = make_model(single_rank_group() if tp is None else tp, bf16=True, **config)
     load_global_weights(model)
     compute_in_float8([model], model.config, "cpu")
     return model

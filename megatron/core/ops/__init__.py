@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         scaled_operands,
         scaled_product,
     )
+    from megatron.core.ops.gated_activation import kind_of
     from megatron.core.ops.gemm import (
         Groups,
         RowCounts,
@@ -116,7 +117,7 @@ if TYPE_CHECKING:
         transformer_engine_for,
         why_no_transformer_engine,
     )
-    from megatron.core.ops.triton_support import casts_to_float8, runs_on_triton, triton_works
+    from megatron.core.ops.triton_support import casts_on_triton, casts_to_float8, runs_on_triton, triton_works
 
 __getattr__ = lazy_exports(
     __name__,
@@ -141,6 +142,7 @@ __getattr__ = lazy_exports(
         "fp8_tensor": (
             "Blocks E4M3 Quantized ROWS WHOLE has_scaled_products quantize scale_of scaled_operands scaled_product"
         ),
+        "gated_activation": "kind_of",
         "gemm": (
             "Groups RowCounts RowEnds add_rows add_wide_product adds_wide_products gradient_library group_gradient "
             "grouped_gradient grouped_product has_grouped_kernel has_library lengthened_group linear linear_into "
@@ -152,6 +154,6 @@ __getattr__ = lazy_exports(
         "sparse_attention": "attention_of_all_heads index_scores indexer_divergence select_keys",
         "token_rows": "RowOrder add_groups combine_gradients combine_rows gather_rows sum_rows weights_gradient",
         "transformer_engine": "EngineNorm TRANSFORMER_ENGINE transformer_engine_for why_no_transformer_engine",
-        "triton_support": "casts_to_float8 runs_on_triton triton_works",
+        "triton_support": "casts_on_triton casts_to_float8 runs_on_triton triton_works",
     },
 )

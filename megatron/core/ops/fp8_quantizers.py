@@ -220,6 +220,11 @@ class Fp8Quantizers:
     def keeps_weight_scale(self) -> bool:
         return self.recipe.weight_blocks in (WHOLE, SQUARES_OF_128)
 
+    @property
+    def knows_scales(self) -> bool:
+        """Return whether the scales of all operands are known before their values, and all GEMMs are in FP8."""
+        return self._state is not None and self._state.has_history and self.recipe.has_weight_gradients
+
     def matrix(
         self, operand: str, x: torch.Tensor, *, transpose: bool, records: bool, group: Group | None = None
     ) -> tuple[Quantized, Quantized | None]:
@@ -251,6 +256,40 @@ class Fp8Quantizers:
         _, turned = quantize_both(x, dtype, blocks, plain=False, transpose=True, share=_maximum_over(group))
         assert turned is not None
         return turned
+
+    def activated(
+        self, x: torch.Tensor, kind: str, *, plain: bool, transpose: bool, records: bool
+    ) -> tuple[Quantized | None, Quantized | None]:
+        """Return a gated activation as a quantized input, its transpose, or both; only on Triton, with `knows_scales`.
+
+        Shapes: ``x: [n, 2 m] -> [n, m], [m, n]``.
+        """
+        from megatron.core.ops.triton import cast_gated
+
+        scale, amax = self._scale("input", x, None, records)
+        parts = cast_gated(x, kind, scale, amax, plain=plain, transpose=transpose)
+        return tuple(None if part is None else Quantized(part, scale, WHOLE) for part in parts)  # type: ignore[return-value]
+
+    def activation_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, kind: str, following: Fp8Quantizers | None, *, records: bool
+    ) -> tuple[Quantized, Quantized, Quantized | None]:
+        """Return the gradient of a gated activation's input as a quantized output gradient, and its transpose.
+
+        The third result is the transpose of the activation, quantized as the input of the layer of the ``following``
+        quantizers, if they are given. Only on Triton, with `knows_scales`.
+
+        Shapes: ``grad: [n, m]``, ``x: [n, 2 m] -> [n, 2 m], [2 m, n], [m, n]``.
+        """
+        from megatron.core.ops.triton import cast_gated_gradient
+
+        scale, amax = self._scale("grad", x, None, records)
+        scale_again = None if following is None else following._scale("input", x, None, False)[0]
+        data, turned, again = cast_gated_gradient(grad, x, kind, self.recipe.dtype("grad"), scale, amax, scale_again)
+        activated = None
+        if again is not None:
+            assert scale_again is not None
+            activated = Quantized(again, scale_again, WHOLE)
+        return Quantized(data, scale, WHOLE), Quantized(turned, scale, WHOLE), activated
 
     def input_again(
         self, x: torch.Tensor, scale: torch.Tensor | None, transpose: bool, group: Group | None

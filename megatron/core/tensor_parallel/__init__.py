@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from megatron.core.tensor_parallel.data import (
         broadcast_data,
     )
+    from megatron.core.tensor_parallel.float8_linear import (
+        QuantizedActivation,
+    )
     from megatron.core.tensor_parallel.initialization import (
         draw_box,
         initialize_divided,
@@ -134,6 +137,7 @@ __getattr__ = lazy_exports(
             "LossInputs vocab_parallel_cross_entropy vocab_parallel_losses_and_normalizers vocab_sharded_cross_entropy"
         ),
         "data": "broadcast_data",
+        "float8_linear": "QuantizedActivation",
         "initialization": "draw_box initialize_divided initialize_parameter",
         "layers": (
             "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding "

@@ -5,7 +5,9 @@ A quantized matrix may be sharded by row over the ranks. Its parts are gathered 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -27,6 +29,31 @@ from megatron.core.tensor_parallel import symmetric_memory
 from megatron.core.tensor_parallel.comm_overlap_config import WHOLE as NO_OVERLAP
 from megatron.core.tensor_parallel.comm_overlap_config import LinearOverlap
 from megatron.core.tensor_parallel.mappings import InputRegion
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedActivation:
+    """Gated activation between two linear layers that is quantized as it is computed.
+
+    ``kind`` is one of the gated kinds of `megatron.core.ops.triton`, and ``quantizers`` are those of the first layer.
+    The gradient of its input is quantized as the output gradient of the first layer, and is not written in 16 bits. So
+    autograd passes a gradient of NaN to the first layer, which has the quantized matrices as an attribute.
+    """
+
+    kind: str
+    quantizers: Fp8Quantizers
+
+
+def _leave_quantized(like: torch.Tensor, plain: Quantized, turned: Quantized) -> torch.Tensor:
+    """Return a gradient of NaN without memory, for a layer that reads these matrices instead."""
+    grad = torch.full((), math.nan, dtype=like.dtype, device=like.device).expand(like.shape)
+    grad.quantized = plain, turned  # type: ignore[attr-defined]
+    return grad
+
+
+def _quantized_gradient(grad: torch.Tensor) -> tuple[Quantized, Quantized] | None:
+    found: tuple[Quantized, Quantized] | None = grad.__dict__.get("quantized")
+    return found
 
 
 class Gathering:
@@ -88,6 +115,8 @@ class _Kept(Enum):
     """Unquantized, because the operation that made the input recomputes it. It is quantized again in the backward
     pass."""
     UNROUNDED = "unrounded"
+    INNER = "inner"
+    """As the input of its activation, which is computed and quantized again in the backward pass."""
 
 
 class _Float8Linear(torch.autograd.Function):
@@ -105,6 +134,7 @@ class _Float8Linear(torch.autograd.Function):
         records: bool,
         scatters: bool,
         overlap: LinearOverlap,
+        activation: QuantizedActivation | None,
     ) -> torch.Tensor:
         group = tp if region is InputRegion.SEQUENCE and tp.size > 1 else None
         rows = x.reshape(-1, x.shape[-1])
@@ -112,7 +142,13 @@ class _Float8Linear(torch.autograd.Function):
         # A gathered input is transposed after the all-gather, if the recipe allows it.
         ctx.turns = not (quantizers.turns and group is not None)
         turns_now = kept is _Kept.ROUNDED and ctx.turns
-        plain, turned = quantizers.matrix("input", rows, transpose=turns_now, records=records, group=group)
+        if activation is None:
+            plain, turned = quantizers.matrix("input", rows, transpose=turns_now, records=records, group=group)
+        else:
+            kept, turned = _Kept.INNER, None
+            activated, _ = quantizers.activated(rows, activation.kind, plain=True, transpose=False, records=records)
+            assert activated is not None
+            plain = activated
         quantized_weight = quantizers.weight(weight, transpose=False, records=records, scale=None)
         rounded = plain if turned is None else turned
         data = {_Kept.NOTHING: None, _Kept.ROUNDED: rounded.data}.get(kept, x)
@@ -127,7 +163,8 @@ class _Float8Linear(torch.autograd.Function):
         )
         ctx.region, ctx.tp, ctx.group, ctx.product_library = region, tp, group, library
         ctx.quantizers, ctx.records, ctx.kept, ctx.form = quantizers, records, kept, rounded.form
-        ctx.x_shape, ctx.scatters, ctx.overlap = x.shape, scatters, overlap
+        ctx.x_shape, ctx.scatters, ctx.overlap = (*x.shape[:-1], weight.shape[1]), scatters, overlap
+        ctx.activation = activation
         # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
         ctx.bias_receiver = None if bias is None else Receiver.of(bias)
@@ -163,7 +200,9 @@ class _Float8Linear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         in_fp8 = needs_weight_grad and quantizers.recipe.has_weight_gradients
         turns_now, gathers_grad = in_fp8 and not ctx.scatters, tp if ctx.scatters else None
-        plain, turned = quantizers.matrix("grad", rows, transpose=turns_now, records=ctx.records, group=gathers_grad)
+        plain, turned = _quantized_gradient(grad) or quantizers.matrix(
+            "grad", rows, transpose=turns_now, records=ctx.records, group=gathers_grad
+        )
         x_grad, reducing, turned_weight = None, None, None
         if needs_x_grad:
             turned_weight = quantizers.weight(weight, transpose=True, records=False, scale=weight_scale)
@@ -185,6 +224,9 @@ class _Float8Linear(torch.autograd.Function):
             full = scaled_product(plain, turned_weight, grad.dtype, library=ctx.product_library)
             full = full.view(-1, *grad.shape[1:-1], full.shape[-1])
             x_grad, reducing = _reduce_input_gradient(full, ctx.x_shape, ctx.region, tp)
+        activated: Quantized | None = None
+        if ctx.activation is not None:
+            x_grad, activated = _of_activation(x_grad, saved, ctx, needs_weight_grad)
 
         weight_grad = None
         if needs_weight_grad:
@@ -193,12 +235,12 @@ class _Float8Linear(torch.autograd.Function):
             if turned is None:
                 weight_grad = _add_plain(ctx.main_grad, rows, saved.reshape(-1, ctx.x_shape[-1]), ctx.product_library)
             else:
-                x_turned = _turned_input(saved, saved_scale, ctx)
+                x_turned = _turned_input(saved, saved_scale, ctx) if activated is None else activated
                 weight_grad = _add_fp8(ctx.main_grad, turned, x_turned, weight.dtype, ctx.product_library)
         bias_grad = bias_gradient(grad, ctx.bias_receiver) if needs_bias_grad else None
         if reducing is not None:
             reducing.wait()
-        return x_grad, weight_grad, bias_grad, *(None,) * 8
+        return x_grad, weight_grad, bias_grad, *(None,) * 9
 
 
 def float8_linear(
@@ -213,6 +255,7 @@ def float8_linear(
     library: str,
     scatters: bool,
     overlap: LinearOverlap = NO_OVERLAP,
+    activation: QuantizedActivation | None = None,
 ) -> torch.Tensor:
     """Compute `tensor_parallel_linear` with all three GEMMs in FP8, or in NVFP4 by the quantizers.
 
@@ -221,12 +264,16 @@ def float8_linear(
     overlaps with the GEMM of the output or of the input gradient in symmetric memory only, and with one scale per
     matrix or per row.
 
-    Shapes: as those of `tensor_parallel_linear`.
+    With an ``activation`` the layer multiplies this activation of ``x``, which is the output of the layer of
+    ``activation.quantizers``; both layers' quantizers must have `Fp8Quantizers.knows_scales`.
+
+    Shapes: as those of `tensor_parallel_linear`; with an activation ``x: [s, b, 2 in]``, and region SPLIT.
     """
+    assert activation is None or region is InputRegion.SPLIT, "the input of an activation is not gathered"
     assert not scatters or quantizers.gathers_gradients, "this recipe gathers gradients before it rounds them"
     quantizers = quantizers.of_microbatch()
     records = torch.is_grad_enabled()
-    arguments = (x, weight, bias, region, tp, adds_bias, library, quantizers, records, scatters, overlap)
+    arguments = (x, weight, bias, region, tp, adds_bias, library, quantizers, records, scatters, overlap, activation)
     result: torch.Tensor = _Float8Linear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
@@ -248,6 +295,30 @@ def _what_to_keep(quantizers: Fp8Quantizers, rows: torch.Tensor, group: Group | 
     if not (quantizers.recipe.has_weight_gradients and fills):
         return _Kept.UNROUNDED
     return _Kept.TO_ROUND if quantizers.input_is_recomputed else _Kept.ROUNDED
+
+
+def _of_activation(
+    grad: torch.Tensor | None, inner: torch.Tensor, ctx: Any, needs_activated: bool
+) -> tuple[torch.Tensor | None, Quantized | None]:
+    """Return the gradient of an activation's input, and with ``needs_activated`` the transpose of the activation.
+
+    Shapes: ``grad: [..., in]``, ``inner: [..., 2 in] -> [..., 2 in], [in, rows]``.
+    """
+    activation: QuantizedActivation = ctx.activation
+    quantizers: Fp8Quantizers = ctx.quantizers
+    rows = inner.reshape(-1, inner.shape[-1])
+    if grad is None:
+        if not needs_activated:
+            return None, None
+        return None, quantizers.activated(rows, activation.kind, plain=False, transpose=True, records=False)[1]
+    plain, turned, activated = activation.quantizers.activation_gradient(
+        grad.reshape(-1, grad.shape[-1]),
+        rows,
+        activation.kind,
+        quantizers if needs_activated else None,
+        records=ctx.records,
+    )
+    return _leave_quantized(inner, plain, turned), activated
 
 
 def _turned_input(saved: torch.Tensor, scale: torch.Tensor, ctx: Any) -> Quantized:

@@ -46,7 +46,7 @@ from megatron.core.sharding import (
     stacked_shards,
 )
 from megatron.core.tensor_parallel.comm_overlap_config import WHOLE, LinearName, LinearOverlap, linear_overlap
-from megatron.core.tensor_parallel.float8_linear import float8_linear
+from megatron.core.tensor_parallel.float8_linear import QuantizedActivation, float8_linear
 from megatron.core.tensor_parallel.mappings import (
     InputRegion,
     gather_from_tensor_model_parallel_region,
@@ -182,7 +182,7 @@ def tensor_parallel_linear(
     memory: ReusedMemory | None = None,
     quantizers: Fp8Quantizers | None = None,
     inner: torch.Tensor | None = None,
-    activation: FusedActivation | None = None,
+    activation: FusedActivation | QuantizedActivation | None = None,
 ) -> torch.Tensor:
     """Compute ``x @ weight.T + bias`` with this rank's shard of the weight.
 
@@ -192,7 +192,8 @@ def tensor_parallel_linear(
     without chunked overlap. With ``quantizers`` the GEMMs run in FP8 (see `float8_linear` for their overlap).
 
     If ``x`` is the ``activation`` of ``inner`` (see `tensor_parallel_linear_with_activation`), ``inner`` has the
-    gradient instead of ``x``. Such a layer overlaps no chunks and is not quantized.
+    gradient instead of ``x``. Such a layer overlaps no chunks and is not quantized. With a `QuantizedActivation` the
+    layer multiplies the activation of ``x``.
 
     Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` for region SEQUENCE) ``-> [s, b, out]`` with the shard's own ``in`` and
     ``out``, ``[s/tp, b, out]`` if it ``scatters``. Backward: the input's gradient is all-reduced (REPLICATED) or
@@ -206,7 +207,9 @@ def tensor_parallel_linear(
             library=library,
             scatters=scatters,
             overlap=overlap,
+            activation=activation if isinstance(activation, QuantizedActivation) else None,
         )
+    assert not isinstance(activation, QuantizedActivation)
     arguments = (x, weight, bias, region, tp, adds_bias, library, overlap, scatters, memory)
     more = (inner, None if inner is None else activation, False)
     result: torch.Tensor = _Linear.apply(*arguments, *more)  # type: ignore[no-untyped-call]
@@ -416,12 +419,16 @@ class RowShardedLinear(nn.Module):
             self.bias = make_parameter((output_size,), bias_spec, dtype, device)
 
     def forward(
-        self, x: torch.Tensor, *, inner: torch.Tensor | None = None, activation: FusedActivation | None = None
+        self,
+        x: torch.Tensor,
+        *,
+        inner: torch.Tensor | None = None,
+        activation: FusedActivation | QuantizedActivation | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Return the summed output: this rank's part of the sequence under sequence parallelism.
 
         With ``skip_bias_add`` the bias is returned too. If ``x`` is the ``activation`` of ``inner``, the gradient is
-        that of ``inner`` (see `tensor_parallel_linear`).
+        that of ``inner``. A `QuantizedActivation` is applied to ``x`` (see `tensor_parallel_linear`).
         """
         if not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(x, self.tp)
@@ -434,7 +441,7 @@ class RowShardedLinear(nn.Module):
         x: torch.Tensor,
         bias: torch.Tensor | None,
         inner: torch.Tensor | None = None,
-        activation: FusedActivation | None = None,
+        activation: FusedActivation | QuantizedActivation | None = None,
     ) -> torch.Tensor:
         scatters = self.sequence_parallel and self.tp.size > 1
         # One rank adds the bias in its GEMM, which is free; a separate addition would cost memory traffic.

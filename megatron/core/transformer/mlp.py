@@ -13,12 +13,12 @@ from torch import nn
 
 from megatron.core.layer_output import LayerOutput
 from megatron.core.model_parallel_config import reject_unsupported
-from megatron.core.ops import FusedActivation, runs_on_triton
+from megatron.core.ops import FusedActivation, casts_on_triton, kind_of, runs_on_triton
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.registry import find_registered
-from megatron.core.tensor_parallel import ColumnShardedLinear, RowShardedLinear
+from megatron.core.tensor_parallel import ColumnShardedLinear, QuantizedActivation, RowShardedLinear
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -71,7 +71,12 @@ class FeedForward(nn.Module):
     def forward(self, x: torch.Tensor) -> LayerOutput:
         # An activation that has been replaced has no kernel.
         is_fused = self.fuses_activation and self.activation is ACTIVATIONS.get(self.kind)
-        output = self._fused(x) if is_fused else self.linear_fc2(self._activated(x))
+        if is_fused:
+            output = self._fused(x)
+        elif (quantized := self._quantized_activation(x)) is not None:
+            output = self.linear_fc2(self.linear_fc1(x), activation=quantized)
+        else:
+            output = self.linear_fc2(self._activated(x))
         return LayerOutput(output if self.output_multiplier == 1.0 else output * self.output_multiplier)
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,6 +86,26 @@ class FeedForward(nn.Module):
         from megatron.core.ops.triton import activate_with_bias
 
         return activate_with_bias(self.linear_fc1(x, gives_bias_gradient=False), bias, self.activation, self.kind)
+
+    def _quantized_activation(self, x: torch.Tensor) -> QuantizedActivation | None:
+        """Return the activation if it is quantized as it is computed: a gated one between trained FP8 layers on CUDA.
+
+        The first layer's output has no usable gradient then, so that neither layer may have hooks. A bias's gradient
+        would need it, too.
+        """
+        first, second = self.linear_fc1, self.linear_fc2
+        quantizers = first.quantizers, second.quantizers
+        if first.bias is not None or not all(each is not None and each.knows_scales for each in quantizers):
+            return None
+        if not all(linear.weight.requires_grad and not has_hooks(linear) for linear in (first, second)):
+            return None
+        kind = kind_of(self.activation)
+        if kind is None or not casts_on_triton(x):
+            return None
+        from megatron.core.ops.triton import GATED_KINDS
+
+        assert first.quantizers is not None
+        return QuantizedActivation(kind, first.quantizers) if kind in GATED_KINDS else None
 
     def _fused(self, x: torch.Tensor) -> Any:
         """Return the output with the activation and its derivative in the epilogues of the GEMMs."""
@@ -99,6 +124,11 @@ class FeedForward(nn.Module):
         from megatron.core.ops.triton import PLAIN_KINDS as KINDS
 
         return self.kind in KINDS
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether hooks of a module's forward or backward pass see its output or the gradient of its output."""
+    return any((module._forward_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def make_activation(

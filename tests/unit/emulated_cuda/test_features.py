@@ -251,6 +251,22 @@ def test_activations_in_gemms_do_not_change_a_training(
 
 
 @pytest.mark.parametrize(
+    "more", ["", pytest.param(f"{TP2} --recompute-granularity full --recompute-method uniform", marks=pytest.mark.long)]
+)
+def test_activations_in_fp8_have_the_losses_of_the_cpu(
+    more: str, on_cpu: Callable[[str, int], ForkedRun], tmp_path: Path
+) -> None:
+    """From the second step on, scales are known, and a Triton program quantizes SwiGLU as it computes it."""
+    shape = "--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --seq-length 16 --max-position-embeddings 16"
+    flags = f"{FP8} delayed --swiglu --disable-bias-linear {shape} --recompute-num-layers 1 {more}"
+    nproc = 2 if more else 1
+    run = train_on_device(args_of(tmp_path, flags), nproc, triton=True)
+    losses, expected = ([line["lm_loss"] for line in each.iterations()] for each in (run, on_cpu(flags, nproc)))
+    assert losses == pytest.approx(expected, rel=3e-3)
+    assert losses[0] != losses[-1]
+
+
+@pytest.mark.parametrize(
     ("flags", "nproc", "triton"),
     [
         pytest.param("--bf16", 1, True, id="tied"),

@@ -60,6 +60,7 @@ SMALL_PROGRAMS: dict[str, dict[str, Any]] = {
     "column_sums": {"_ROWS": 2, "_COLUMNS": 16},
     "cross_entropy": {"_FORWARD_BLOCK": 32, "_BACKWARD_BLOCK": 16},
     "fp8_cast": {"_BLOCK": 16},
+    "fp8_gated_cast": {"_BLOCK": 16},
     "fp8_group_cast": {"_BLOCK": 32},
     "fp8_scaled_cast": {"_AMAX_BLOCK": 16, "_ROWS_BLOCK": 32},
     "gated_delta_rule": {"_BLOCKS": dict.fromkeys((torch.bfloat16, torch.float32), (16, 16, 16))},

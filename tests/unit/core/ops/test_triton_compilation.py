@@ -18,7 +18,7 @@ pytestmark = needs_triton
 MAX_REGISTERS = 64
 """With these, 1024 threads of any program are at work on a multiprocessor at once."""
 MIN_FLOAT8_CAPABILITY = 90
-NUM_PROGRAMS, NUM_FLOAT8 = 59, 25
+NUM_PROGRAMS, NUM_FLOAT8 = 59, 31
 MAX_NORM_GRADIENT_REGISTERS = 128
 """Its threads keep their part of the weight gradients while the rows pass."""
 MAX_WIDE_GATE_STACK_BYTES = 40
@@ -27,6 +27,9 @@ MAX_CONVOLUTION_REGISTERS = 96
 """Its threads load all places of their windows at once."""
 MAX_FLOAT8_GRADIENT_REGISTERS = 80
 """Its threads hold three results of 16 elements each, so that they can store 16 bytes. 768 are at work at once."""
+MAX_FLOAT8_ACTIVATION_REGISTERS = 96
+"""Its threads hold three results of 16 elements each, and the scales of two matrices. 512 are at work at once, which
+load 48 KiB."""
 MAX_STACK_BYTES = {"bf16 per head": 0, "bf16 per channel": 80, "fp32 per head": 272, "fp32 per channel": 256}
 """Of the spilled registers of a thread, in programs with matmuls: operands of float32 are split into parts."""
 
@@ -42,6 +45,7 @@ def programs(capability: int) -> Iterator[Program]:
         cross_entropy,
         dropout_keys,
         fp8_cast,
+        fp8_gated_cast,
         fp8_gated_gradient,
         fp8_group_cast,
         gated_norm,
@@ -179,6 +183,16 @@ def programs(capability: int) -> Iterator[Program]:
             sizes |= {"LENGTH": 32, "IS_TILED": True}
             tiled = kinds | {"scale": "*u8", "turned_scale": "*u8"}
             yield f"float8 mx {is_e5m2}", scaled.segments_program, tiled, sizes, scaled._TILE_WARPS
+        scales = dict.fromkeys(("scale", "activated_scale", "amax"), "*fp32") | {"num_rows": "i32", "width": "i32"}
+        kinds = scales | dict.fromkeys(("data", "turned", "activated_turned"), "*u8")
+        for kind in activation.GATED_KINDS:
+            sizes, warps = {"BLOCK": fp8_gated_cast._BLOCK, "KIND": kind}, fp8_gated_cast._CAST_WARPS
+            forward = kinds | {"turned": None}
+            yield f"float8 activation, {kind}", fp8_gated_cast.gated_cast_program, forward, sizes, warps
+            for is_e5m2 in (False, True):
+                of_dtype = kinds, sizes | {"IS_E5M2": is_e5m2}, fp8_gated_cast._GRADIENT_WARPS
+                name = f"float8 gradient of activation, {kind}, {is_e5m2}"
+                yield name, fp8_gated_cast.gated_gradient_cast_program, *of_dtype
         kinds = dict.fromkeys(("group_of", "rows", "columns", "row_amax", "column_amax"), "*i32") | {"choices": "*i64"}
         kinds |= dict.fromkeys(("data", "turned"), "*u8") | dict.fromkeys(("num_rows", "width"), "i32")
         kinds |= dict.fromkeys(("per_token", "num_choices", "num_groups"), "odd")
@@ -256,6 +270,8 @@ def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability:
         limit = MAX_NORM_GRADIENT_REGISTERS if is_norm_gradient else MAX_REGISTERS
         limit = MAX_CONVOLUTION_REGISTERS if result.name.startswith("convolution") else limit
         limit = MAX_FLOAT8_GRADIENT_REGISTERS if result.name.startswith("float8 gradients") else limit
+        is_activation_gradient = result.name.startswith("float8 gradient of activation")
+        limit = MAX_FLOAT8_ACTIVATION_REGISTERS if is_activation_gradient else limit
         assert 0 < result.registers <= limit, result
         # Keys are few, and their states are gathered.
         draws_keys = result.name in ("dropout keys", "dropout states")

@@ -49,7 +49,7 @@ from megatron.core.transformer.rotary_pos_embedding import (
 )
 from tests.harness.float8_products import assert_products
 from tests.harness.toy_model import make_batch, make_float8_model, make_model, tensor_parallel_group
-from tests.unit.core.ops.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
+from tests.unit.core.ops.interpreted import ULP, close, cpu_runs_on_triton, interpret, needs_triton
 
 pytestmark = needs_triton
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)]
@@ -606,6 +606,98 @@ def check_float8_layer(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_gradients_of_a_float8_layer_are_products_of_its_quantized_operands(recipe: str) -> None:
     interpret(check_float8_layer, recipe)
+
+
+def check_gated_casts(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    from megatron.core.ops.triton import GATED_KINDS, cast_gated, cast_gated_gradient
+
+    torch.manual_seed(2)
+    for (rows, width), kind in [((70, 90), "swiglu"), ((64, 128), "geglu"), ((1, 3), "geglu"), ((130, 33), "swiglu")]:
+        assert kind in GATED_KINDS
+        x = (torch.randn(rows, 2 * width) * 3).to(dtype).requires_grad_()
+        grad = torch.randn(rows, width).to(dtype)
+        with cpu_runs_on_triton():
+            y = gated_activation(x, kind)
+        (x_grad,) = torch.autograd.grad(y, x, grad)
+        # Values near the largest saturate with the scale of the activation.
+        scale, grad_scale = torch.full((1, 1), 2.0**-6), torch.full((1, 1), 2.0**-3)
+        amaxes = [torch.zeros(()) for _ in range(4)]
+        expected = quantize_whole(y.detach(), E4M3, scale, amaxes[0], transpose=True)
+        expected_grad = quantize_whole(x_grad, grad_dtype, grad_scale, amaxes[1], transpose=True)
+        plain, none = cast_gated(x, kind, scale, amaxes[2], plain=True, transpose=False)
+        no, turned = cast_gated(x, kind, scale, None, plain=False, transpose=True)
+        assert none is no is None
+        args = x.detach(), kind, grad_dtype, grad_scale
+        *both, again = cast_gated_gradient(grad.t().contiguous().t(), *args, amaxes[3], scale)
+        assert cast_gated_gradient(grad, *args, None, None)[2] is None
+        for data, theirs in zip((plain, turned, *both, again), (*expected, *expected_grad, expected[1]), strict=True):
+            assert data is not None
+            assert theirs is not None
+            same_bits(Quantized(data, theirs.scale, WHOLE), theirs)
+        assert amaxes[0] == amaxes[2] > 0
+        assert amaxes[1] == amaxes[3] > 0
+        exact = x.detach().double().requires_grad_()
+        (exact_grad,) = torch.autograd.grad(gated_activation(exact, kind), exact, grad.double())
+        # Half a unit of the last place of E4M3 or E5M2, and what the rounding to the dtype of x adds.
+        part = {E4M3: 2**-4, E5M2: 2**-3}[grad_dtype] + 2 * ULP[dtype]
+        wanted = exact_grad.clamp(-448 / 8, 448 / 8) if grad_dtype is E4M3 else exact_grad
+        error = (Quantized(both[0], grad_scale, WHOLE).values(torch.float64) - wanted).abs()
+        assert bool((error <= part * wanted.abs() + 2**-10 + 2 * ULP[dtype]).all())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"), [(torch.bfloat16, E5M2), (torch.float32, E4M3), (torch.float16, E5M2)]
+)
+def test_gated_activations_and_their_gradients_in_float8(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    interpret(check_gated_casts, dtype, grad_dtype)
+
+
+def check_quantized_activation(is_recomputed: bool) -> None:
+    from megatron.core.ops.triton import fp8_gated_cast
+
+    launches: Counter[str] = Counter()
+    for name in ("gated_cast_program", "gated_gradient_cast_program"):
+        setattr(fp8_gated_cast, name, Counted(getattr(fp8_gated_cast, name), launches, name))
+    tp = tensor_parallel_group()
+    again: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}
+    shape = {"num_layers": 1, "ffn_hidden_size": 96, **LLAMA, **(again if is_recomputed else {})}
+    model = make_float8_model("delayed", tp=tp, sequence_parallel=tp.size > 1, **shape)
+    mlp = next(module for module in model.modules() if isinstance(module, FeedForward))
+    assert mlp.linear_fc1.quantizers is not None
+    state = mlp.linear_fc1.quantizers._state
+    assert state is not None
+    tokens, labels, positions, _ = make_batch(8, 3, 53)
+
+    def step() -> list[torch.Tensor]:
+        state.amax.zero_()
+        losses = model(tokens, positions, labels=labels)
+        return [losses.detach(), *torch.autograd.grad(losses.mean(), list(model.parameters())), state.amax.clone()]
+
+    with cpu_runs_on_triton():
+        step()
+        assert not launches, "there are no scales of earlier steps"
+        state.update(tp, 1)
+        actual = step()
+        assert launches == {"gated_cast_program": 1 + is_recomputed, "gated_gradient_cast_program": 1}
+        launches.clear()
+        for linear in (mlp.linear_fc1, mlp.linear_fc2):
+            handle = linear.register_forward_hook(lambda module, given, output: None)
+            expected = step()
+            handle.remove()
+            assert not launches
+            for one, other in zip(actual, expected, strict=True):
+                assert one.isfinite().all()
+                assert torch.equal(one, other)
+        with torch.no_grad():
+            assert torch.equal(model(tokens, positions, labels=labels), actual[0])
+        assert launches == {"gated_cast_program": 1}
+        mlp.linear_fc1.weight.requires_grad_(False)
+        assert mlp._quantized_activation(torch.ones(1, 1, 1).bfloat16()) is None
+
+
+@pytest.mark.parametrize(("is_recomputed", "world_size"), [(False, 1), (False, 2), (True, 1)])
+def test_an_activation_quantized_as_it_is_computed_changes_no_bit(is_recomputed: bool, world_size: int) -> None:
+    interpret(check_quantized_activation, is_recomputed, world_size=world_size)
 
 
 WIDTH = 70

@@ -1,0 +1,165 @@
+"""Triton kernels that compute a gated activation, or the gradient of its input, and cast it to FP8 with known scales.
+
+The numbers are those of the kernels of `megatron.core.ops.triton.activation`, rounded to the dtype of the activation's
+input, which `megatron.core.ops.triton.fp8_cast` would cast. Neither the activation nor the gradient is written in 16
+bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron.core.ops.triton.activation import GATED_KINDS, activation_and_slope
+from megatron.core.ops.triton.fp8_cast import DTYPES, _float8_bits
+
+_BLOCK = 64
+_CAST_WARPS, _GRADIENT_WARPS = 4, 8
+
+
+@triton.jit
+def _write_tile(bits, data, row, column, inside, width):
+    tl.store(data + row[:, None] * width + column[None, :], bits, mask=inside)
+
+
+@triton.jit
+def _write_transposed_tile(bits, turned, row, column, inside, num_rows):
+    tl.store(turned + column[:, None] * num_rows + row[None, :], tl.trans(bits), mask=tl.trans(inside))
+
+
+@triton.jit
+def gated_cast_program(
+    x: tl.tensor,
+    scale: tl.tensor,
+    data: tl.tensor,
+    turned: tl.tensor,
+    amax: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write one tile of the activation of ``x: [num_rows, 2 * width]`` in E4M3, of its transpose, or of both."""
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = (row < num_rows)[:, None] & (column < width)[None, :]
+    place = x + row[:, None] * (2 * width) + column[None, :]
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+    activated, _ = activation_and_slope(gate, KIND)
+    values = (activated * up).to(x.dtype.element_ty).to(tl.float32)
+    if amax is not None:
+        tl.atomic_max(amax, tl.max(tl.abs(values)))
+    bits = _float8_bits(values / tl.load(scale), False)
+    if data is not None:
+        _write_tile(bits, data, row, column, inside, width)
+    if turned is not None:
+        _write_transposed_tile(bits, turned, row, column, inside, num_rows)
+
+
+@triton.jit
+def gated_gradient_cast_program(
+    grad: tl.tensor,
+    x: tl.tensor,
+    scale: tl.tensor,
+    activated_scale: tl.tensor,
+    data: tl.tensor,
+    turned: tl.tensor,
+    activated_turned: tl.tensor,
+    amax: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
+    KIND: tl.constexpr,
+    IS_E5M2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write two tiles of the gradient of ``x``, two of its transpose, and one of the transpose of the activation.
+
+    Shapes: ``grad: [num_rows, width]``, ``x, data: [num_rows, 2 * width]``, ``turned: [2 * width, num_rows]``,
+    ``activated_turned: [width, num_rows]``.
+    """
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = (row < num_rows)[:, None] & (column < width)[None, :]
+    place = x + row[:, None] * (2 * width) + column[None, :]
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+    out = tl.load(grad + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    activated, slope = activation_and_slope(gate, KIND)
+    gate_grad = (out * up * slope).to(x.dtype.element_ty).to(tl.float32)
+    up_grad = (out * activated).to(x.dtype.element_ty).to(tl.float32)
+    if amax is not None:
+        tl.atomic_max(amax, tl.max(tl.maximum(tl.abs(gate_grad), tl.abs(up_grad))))
+    divisor = tl.load(scale)
+    gate_bits, up_bits = _float8_bits(gate_grad / divisor, IS_E5M2), _float8_bits(up_grad / divisor, IS_E5M2)
+    _write_tile(gate_bits, data, row, column, inside, 2 * width)
+    _write_tile(up_bits, data, row, column + width, inside, 2 * width)
+    _write_transposed_tile(gate_bits, turned, row, column, inside, num_rows)
+    _write_transposed_tile(up_bits, turned, row, column + width, inside, num_rows)
+    if activated_turned is not None:
+        values = (activated * up).to(x.dtype.element_ty).to(tl.float32)
+        bits = _float8_bits(values / tl.load(activated_scale), False)
+        _write_transposed_tile(bits, activated_turned, row, column, inside, num_rows)
+
+
+def cast_gated(
+    x: torch.Tensor, kind: str, scale: torch.Tensor, amax: torch.Tensor | None, *, plain: bool, transpose: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return a gated activation in E4M3, its transpose, or both, contiguous, and update ``amax`` to the maximum.
+
+    ``kind`` is one of `GATED_KINDS`.
+
+    Shapes: ``x: [n, 2 m]``, ``scale: [1, 1]``, ``amax: [] -> [n, m], [m, n]``.
+    """
+    assert kind in GATED_KINDS, kind
+    x = x.detach().contiguous()
+    num_rows, width = len(x), x.shape[1] // 2
+    data = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device) if plain else None
+    turned = torch.empty(width, num_rows, dtype=torch.uint8, device=x.device) if transpose else None
+    if x.numel():
+        gated_cast_program[_grid(num_rows, width)](
+            x, scale, data, turned, amax, num_rows, width, KIND=kind, BLOCK=_BLOCK, num_warps=_CAST_WARPS
+        )
+    return _in_dtype(data, torch.float8_e4m3fn), _in_dtype(turned, torch.float8_e4m3fn)
+
+
+def cast_gated_gradient(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    scale: torch.Tensor,
+    amax: torch.Tensor | None,
+    activated_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the gradient of a gated activation's input in FP8, and its transpose.
+
+    ``grad`` is the gradient of the activation. With ``activated_scale`` the third result is the transpose of the
+    activation in E4M3. All results are contiguous. ``amax`` is updated to the maximum of the gradient.
+
+    Shapes: ``grad: [n, m]``, ``x: [n, 2 m]``, scales ``[1, 1]``, ``amax: [] -> [n, 2 m], [2 m, n], [m, n]``.
+    """
+    assert kind in GATED_KINDS, kind
+    assert dtype in DTYPES, dtype
+    grad, x = grad.detach().contiguous(), x.detach().contiguous()
+    num_rows, width = grad.shape
+    data = torch.empty(num_rows, 2 * width, dtype=torch.uint8, device=x.device)
+    turned = torch.empty(2 * width, num_rows, dtype=torch.uint8, device=x.device)
+    activated = None
+    if activated_scale is not None:
+        activated = torch.empty(width, num_rows, dtype=torch.uint8, device=x.device)
+    if x.numel():
+        gated_gradient_cast_program[_grid(num_rows, width)](
+            grad, x, scale, activated_scale, data, turned, activated, amax, num_rows, width,
+            KIND=kind, IS_E5M2=dtype is torch.float8_e5m2, BLOCK=_BLOCK, num_warps=_GRADIENT_WARPS,
+        )  # fmt: skip
+    return data.view(dtype), turned.view(dtype), _in_dtype(activated, torch.float8_e4m3fn)
+
+
+def _grid(num_rows: int, width: int) -> tuple[int, int]:
+    return triton.cdiv(num_rows, _BLOCK), triton.cdiv(width, _BLOCK)
+
+
+def _in_dtype(data: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if data is None else data.view(dtype)
