@@ -636,7 +636,8 @@ def _resolve_graphs(config: RunConfig, notes: list[str]) -> RunConfig:
     """Run at least two steps before CUDA graphs are captured with delayed scaling.
 
     The first step of delayed scaling has no amax yet. Its scales are in other memory, so that Triton compiles other
-    variants of the cast than for later steps. CUDA compiles no kernel during a capture.
+    variants of the cast than for later steps, which also cast activations as they are computed. CUDA compiles no kernel
+    during a capture.
     """
     steps, fp8 = config.training.cuda_graph_warmup_steps, config.model.fp8
     is_delayed = fp8.fp8_format is not None and fp8.fp8_recipe == "delayed"

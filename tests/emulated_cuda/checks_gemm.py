@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
+from megatron.core.main_grad import MainGrad
 from megatron.core.ops.fp8_groups import PaddedGroups
 from megatron.core.ops.fp8_quantizers import Float8Recipe, Fp8Quantizers
 from megatron.core.ops.fp8_tensor import (
@@ -33,6 +34,7 @@ from megatron.core.ops.gemm import RowEnds
 from megatron.core.ops.token_rows import RowOrder
 from megatron.core.optimizer.muon import orthogonalize
 from megatron.core.parallel_config import Fp8Config
+from megatron.core.tensor_parallel.float8_linear import _add_fp8
 from megatron.core.transformer.moe.expert_dispatch import run_in_order, sort_choices
 from megatron.core.transformer.moe.fp8_experts import ExpertWeights, float8_experts
 from megatron.core.transformer.moe.grouped_experts import float8_grouped_linear
@@ -142,6 +144,31 @@ def test_a_result_of_the_given_dtype_is_written_by_the_gemm(dtype: torch.dtype) 
     out = torch.full((48, 32), torch.nan, device="cuda", dtype=dtype)
     assert device_product(left, right, dtype, out=out) is out
     assert torch.equal(out, device_product(left, right, dtype))
+
+
+@needs_fp8
+@pytest.mark.parametrize(("recipe", "dtype"), [("tensorwise", torch.float32), ("rowwise", torch.bfloat16)])
+def test_the_first_weight_gradient_is_written_by_the_gemm_and_the_next_is_added(
+    recipe: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[torch.Tensor | None] = []
+    multiply = torch._scaled_mm
+
+    def watched(*args: Any, **options: Any) -> torch.Tensor:
+        given.append(options.get("out"))
+        return multiply(*args, **options)
+
+    blocks = RECIPES[recipe][0]
+    grad, x = (quantize(torch.randn(rows, 64, device="cuda"), E4M3, blocks) for rows in (48, 32))
+    assert grad.has_device_product(x)
+    main_grad = MainGrad(torch.full((48, 32), torch.nan, device="cuda", dtype=dtype))
+    monkeypatch.setattr(torch, "_scaled_mm", watched)
+    for times in (1, 2):
+        assert _add_fp8(main_grad, grad, x, torch.bfloat16, "auto") is None
+        expected = times * (grad.values().cpu().double() @ x.values().cpu().double().t())
+        torch.testing.assert_close(main_grad.tensor.cpu().double(), expected, rtol=2**-6, atol=1e-2)
+    assert [out is main_grad.tensor for out in given] == [True, False]
+    assert given[1] is None
 
 
 @needs_fp8

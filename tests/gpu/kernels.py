@@ -304,14 +304,12 @@ def swiglu_with_one_scale(x: torch.Tensor, grad: torch.Tensor, *, fuses: bool = 
 
     Shapes: ``[n, 2f], [n, f] -> [n, 6f]``.
     """
-    from megatron.core.ops.triton import cast_gated, cast_gated_gradient
+    from megatron.core.ops.triton import cast_gated_gradient_with_scale, cast_gated_with_scale
 
     scale, grad_scale = (torch.full((1, 1), power, device=x.device) for power in (2.0**-4, 2.0**-12))
     if fuses:
-        plain, _ = cast_gated(x, "swiglu", scale, None, plain=True, transpose=False)
-        of_grad, grad_turned, turned = cast_gated_gradient(grad, x, "swiglu", E5M2, grad_scale, None, scale)
-        assert plain is not None
-        assert turned is not None
+        plain = cast_gated_with_scale(x, "swiglu", scale, None)
+        of_grad, grad_turned, turned = cast_gated_gradient_with_scale(grad, x, "swiglu", E5M2, grad_scale, None, scale)
     else:
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()

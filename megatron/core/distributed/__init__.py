@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         send_in_float8,
     )
     from megatron.core.distributed.fully_sharded_data_parallel import unit_labels
-    from megatron.core.distributed.param_and_grad_buffer import BucketShard, ParamAndGradBuffer
+    from megatron.core.distributed.param_and_grad_buffer import BucketShard, GatherHook, ParamAndGradBuffer
     from megatron.core.distributed.param_layout import (
         MIN_POOL_SIZE,
         PARAM_ALIGNMENT,
@@ -47,7 +47,7 @@ __getattr__ = lazy_exports(
         "distributed_data_parallel_config": "DistributedDataParallelConfig",
         "flat_parameters": "ParamShard is_sent_in_float8 num_float8_scales send_in_float8",
         "fully_sharded_data_parallel": "unit_labels",
-        "param_and_grad_buffer": "BucketShard ParamAndGradBuffer",
+        "param_and_grad_buffer": "BucketShard GatherHook ParamAndGradBuffer",
         "param_layout": "MIN_POOL_SIZE PARAM_ALIGNMENT ParamLayout ranges_within plan_buckets round_up",
         "weight_checks": (
             "ABSURD_RATIO BadWeightsError OUTLIER_RATIO check_replicas_equal compare_over_replicas "

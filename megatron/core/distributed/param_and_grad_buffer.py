@@ -293,9 +293,15 @@ def await_in_forward(module: nn.Module, buffers: Sequence[ParamAndGradBuffer]) -
     for submodule in module.modules():
         own = [bucket_of[id(p)] for p in submodule.parameters(recurse=False) if id(p) in bucket_of]
         if own:
-            submodule.register_forward_pre_hook(functools.partial(_wait_for, tuple(dict.fromkeys(own))))
+            submodule.register_forward_pre_hook(GatherHook(tuple(dict.fromkeys(own))))
 
 
-def _wait_for(awaited: Iterable[tuple[FlatParameters, int]], module: nn.Module, args: object) -> None:
-    for parameters, index in awaited:
-        parameters.wait(index)
+@dataclass(frozen=True)
+class GatherHook:
+    """Forward pre-hook that waits for the all-gather of a module's parameters, and does not read its input."""
+
+    awaited: tuple[tuple[FlatParameters, int], ...]
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        for parameters, index in self.awaited:
+            parameters.wait(index)

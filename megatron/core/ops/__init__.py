@@ -66,7 +66,7 @@ if TYPE_CHECKING:
         scaled_operands,
         scaled_product,
     )
-    from megatron.core.ops.gated_activation import kind_of
+    from megatron.core.ops.gated_activation import gated_kind_of
     from megatron.core.ops.gemm import (
         Groups,
         RowCounts,
@@ -142,7 +142,7 @@ __getattr__ = lazy_exports(
         "fp8_tensor": (
             "Blocks E4M3 Quantized ROWS WHOLE has_scaled_products quantize scale_of scaled_operands scaled_product"
         ),
-        "gated_activation": "kind_of",
+        "gated_activation": "gated_kind_of",
         "gemm": (
             "Groups RowCounts RowEnds add_rows add_wide_product adds_wide_products gradient_library group_gradient "
             "grouped_gradient grouped_product has_grouped_kernel has_library lengthened_group linear linear_into "

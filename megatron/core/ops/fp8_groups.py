@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from megatron.core.device import compute_capability
 from megatron.core.ops.fp8_tensor import E4M3, _cast, scale_of
-from megatron.core.ops.gated_activation import kind_of
+from megatron.core.ops.gated_activation import gated_kind_of
 from megatron.core.ops.gemm import Groups, RowEnds, group_ends, has_grouped_kernel
 from megatron.core.ops.token_rows import RowOrder, gather_rows, sum_rows, weighted_rows
 from megatron.core.ops.triton_support import casts_on_triton
@@ -242,7 +242,7 @@ def quantize_activation_gradient(
 
 def _fused_kind(activation: Activation, *tensors: torch.Tensor) -> str | None:
     """Return the kind of a gated activation that Triton kernels quantize here, or None."""
-    kind = kind_of(activation)
+    kind = gated_kind_of(activation)
     if kind is None or not all(map(casts_on_triton, tensors)):
         return None
     from megatron.core.ops.triton import GATED_KINDS

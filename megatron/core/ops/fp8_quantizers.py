@@ -257,39 +257,34 @@ class Fp8Quantizers:
         assert turned is not None
         return turned
 
-    def activated(
-        self, x: torch.Tensor, kind: str, *, plain: bool, transpose: bool, records: bool
-    ) -> tuple[Quantized | None, Quantized | None]:
-        """Return a gated activation as a quantized input, its transpose, or both; only on Triton, with `knows_scales`.
+    def activated(self, x: torch.Tensor, kind: str, *, records: bool) -> Quantized:
+        """Return a gated activation as a quantized input. It needs Triton and `knows_scales`.
 
-        Shapes: ``x: [n, 2 m] -> [n, m], [m, n]``.
+        Shapes: ``x: [n, 2 m] -> [n, m]``.
         """
-        from megatron.core.ops.triton import cast_gated
+        from megatron.core.ops.triton import cast_gated_with_scale
 
         scale, amax = self._scale("input", x, None, records)
-        parts = cast_gated(x, kind, scale, amax, plain=plain, transpose=transpose)
-        return tuple(None if part is None else Quantized(part, scale, WHOLE) for part in parts)  # type: ignore[return-value]
+        return Quantized(cast_gated_with_scale(x, kind, scale, amax), scale, WHOLE)
 
     def activation_gradient(
-        self, grad: torch.Tensor, x: torch.Tensor, kind: str, following: Fp8Quantizers | None, *, records: bool
-    ) -> tuple[Quantized, Quantized, Quantized | None]:
+        self, grad: torch.Tensor, x: torch.Tensor, kind: str, following: Fp8Quantizers, *, records: bool
+    ) -> tuple[Quantized, Quantized, Quantized]:
         """Return the gradient of a gated activation's input as a quantized output gradient, and its transpose.
 
         The third result is the transpose of the activation, quantized as the input of the layer of the ``following``
-        quantizers, if they are given. Only on Triton, with `knows_scales`.
+        quantizers. It needs Triton and `knows_scales`.
 
         Shapes: ``grad: [n, m]``, ``x: [n, 2 m] -> [n, 2 m], [2 m, n], [m, n]``.
         """
-        from megatron.core.ops.triton import cast_gated_gradient
+        from megatron.core.ops.triton import cast_gated_gradient_with_scale
 
         scale, amax = self._scale("grad", x, None, records)
-        scale_again = None if following is None else following._scale("input", x, None, False)[0]
-        data, turned, again = cast_gated_gradient(grad, x, kind, self.recipe.dtype("grad"), scale, amax, scale_again)
-        activated = None
-        if again is not None:
-            assert scale_again is not None
-            activated = Quantized(again, scale_again, WHOLE)
-        return Quantized(data, scale, WHOLE), Quantized(turned, scale, WHOLE), activated
+        scales = scale, scale, following._scale("input", x, None, False)[0]
+        dtype = self.recipe.dtype("grad")
+        matrices = cast_gated_gradient_with_scale(grad, x, kind, dtype, scale, amax, scales[2])
+        plain, turned, activated = (Quantized(data, by, WHOLE) for data, by in zip(matrices, scales, strict=True))
+        return plain, turned, activated
 
     def input_again(
         self, x: torch.Tensor, scale: torch.Tensor | None, transpose: bool, group: Group | None

@@ -101,7 +101,7 @@ class Quantized:
     def device_product(
         self, right: Quantized, out_dtype: torch.dtype, *, narrow: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute ``self @ right.T`` with the device's native GEMM. Arguments: as those of `device_product`."""
+        """Compute ``self @ right.T`` with the device's native GEMM, with the arguments of `device_product`."""
         return device_product(self, right, out_dtype, narrow=narrow, out=out)
 
 

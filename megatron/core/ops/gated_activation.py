@@ -46,7 +46,7 @@ def gated_activation(x: torch.Tensor, kind: str, offset: float = 0.0, limit: flo
     return _GATES[kind](gate) * up
 
 
-def kind_of(activation: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
+def gated_kind_of(activation: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
     """Return the kind of a partial call of `gated_activation` without offset and limit, or None for other functions."""
     if not isinstance(activation, partial) or activation.func is not gated_activation:
         return None

@@ -97,7 +97,7 @@ class Nvfp4Matrix(Quantized):
     ) -> torch.Tensor:
         """Compute ``self @ right.T`` with torch's scaled GEMM; raises RuntimeError if it is unsupported.
 
-        The GEMM rounds to bfloat16, so that ``out`` is not written.
+        The result is always new: ``out`` is not written.
 
         Shapes: ``self: [a, n]``, ``right: [b, n] -> [a, b]``.
         """

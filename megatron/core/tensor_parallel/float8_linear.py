@@ -52,7 +52,9 @@ def _leave_quantized(like: torch.Tensor, plain: Quantized, turned: Quantized) ->
 
 
 def _quantized_gradient(grad: torch.Tensor) -> tuple[Quantized, Quantized] | None:
+    """Return the quantized gradient of `_leave_quantized` and its transpose, or None for other gradients."""
     found: tuple[Quantized, Quantized] | None = grad.__dict__.get("quantized")
+    assert found is None or found[0].data.numel() == grad.numel(), "the gradient was changed on its way"
     return found
 
 
@@ -138,17 +140,16 @@ class _Float8Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         group = tp if region is InputRegion.SEQUENCE and tp.size > 1 else None
         rows = x.reshape(-1, x.shape[-1])
-        kept = _what_to_keep(quantizers, rows, group, ctx.needs_input_grad[1])
+        kept = _Kept.INNER
+        if activation is None:
+            kept = _what_to_keep(quantizers, rows, group, ctx.needs_input_grad[1])
         # A gathered input is transposed after the all-gather, if the recipe allows it.
         ctx.turns = not (quantizers.turns and group is not None)
         turns_now = kept is _Kept.ROUNDED and ctx.turns
         if activation is None:
             plain, turned = quantizers.matrix("input", rows, transpose=turns_now, records=records, group=group)
         else:
-            kept, turned = _Kept.INNER, None
-            activated, _ = quantizers.activated(rows, activation.kind, plain=True, transpose=False, records=records)
-            assert activated is not None
-            plain = activated
+            plain, turned = quantizers.activated(rows, activation.kind, records=records), None
         quantized_weight = quantizers.weight(weight, transpose=False, records=records, scale=None)
         rounded = plain if turned is None else turned
         data = {_Kept.NOTHING: None, _Kept.ROUNDED: rounded.data}.get(kept, x)
@@ -226,7 +227,7 @@ class _Float8Linear(torch.autograd.Function):
             x_grad, reducing = _reduce_input_gradient(full, ctx.x_shape, ctx.region, tp)
         activated: Quantized | None = None
         if ctx.activation is not None:
-            x_grad, activated = _of_activation(x_grad, saved, ctx, needs_weight_grad)
+            x_grad, activated = _activation_gradient(x_grad, saved, ctx)
 
         weight_grad = None
         if needs_weight_grad:
@@ -265,9 +266,9 @@ def float8_linear(
     matrix or per row.
 
     With an ``activation`` the layer multiplies this activation of ``x``, which is the output of the layer of
-    ``activation.quantizers``; both layers' quantizers must have `Fp8Quantizers.knows_scales`.
+    ``activation.quantizers``. Both layers are trained, and their quantizers have `Fp8Quantizers.knows_scales`.
 
-    Shapes: as those of `tensor_parallel_linear`; with an activation ``x: [s, b, 2 in]``, and region SPLIT.
+    Shapes: as in `tensor_parallel_linear`. With an activation, ``x`` is ``[s, b, 2 in]`` of region SPLIT.
     """
     assert activation is None or region is InputRegion.SPLIT, "the input of an activation is not gathered"
     assert not scatters or quantizers.gathers_gradients, "this recipe gathers gradients before it rounds them"
@@ -297,25 +298,18 @@ def _what_to_keep(quantizers: Fp8Quantizers, rows: torch.Tensor, group: Group | 
     return _Kept.TO_ROUND if quantizers.input_is_recomputed else _Kept.ROUNDED
 
 
-def _of_activation(
-    grad: torch.Tensor | None, inner: torch.Tensor, ctx: Any, needs_activated: bool
-) -> tuple[torch.Tensor | None, Quantized | None]:
-    """Return the gradient of an activation's input, and with ``needs_activated`` the transpose of the activation.
+def _activation_gradient(grad: torch.Tensor | None, inner: torch.Tensor, ctx: Any) -> tuple[torch.Tensor, Quantized]:
+    """Return the gradient of an activation's input, and the transpose of the activation.
 
     Shapes: ``grad: [..., in]``, ``inner: [..., 2 in] -> [..., 2 in], [in, rows]``.
     """
+    assert grad is not None, "the layer before the activation is trained"
     activation: QuantizedActivation = ctx.activation
-    quantizers: Fp8Quantizers = ctx.quantizers
-    rows = inner.reshape(-1, inner.shape[-1])
-    if grad is None:
-        if not needs_activated:
-            return None, None
-        return None, quantizers.activated(rows, activation.kind, plain=False, transpose=True, records=False)[1]
     plain, turned, activated = activation.quantizers.activation_gradient(
         grad.reshape(-1, grad.shape[-1]),
-        rows,
+        inner.reshape(-1, inner.shape[-1]),
         activation.kind,
-        quantizers if needs_activated else None,
+        ctx.quantizers,
         records=ctx.records,
     )
     return _leave_quantized(inner, plain, turned), activated
@@ -364,11 +358,11 @@ def _add_fp8(
 ) -> torch.Tensor | None:
     if main_grad is None:
         return scaled_product(grad, x, dtype, library=library)
-    main_grad.add_by(partial(_add_product, grad, x, library))
+    main_grad.add_by(partial(_add_gemm, grad, x, library))
     return None
 
 
-def _add_product(grad: Quantized, x: Quantized, library: str, total: torch.Tensor, overwrite: bool) -> None:
+def _add_gemm(grad: Quantized, x: Quantized, library: str, total: torch.Tensor, overwrite: bool) -> None:
     """Add ``grad @ x.T`` to ``total``, or overwrite it, by the GEMM itself if it can write its dtype."""
     # An addition reads the result in the dtype of the GEMM.
     out = total if overwrite else None

@@ -427,8 +427,8 @@ class RowShardedLinear(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Return the summed output: this rank's part of the sequence under sequence parallelism.
 
-        With ``skip_bias_add`` the bias is returned too. If ``x`` is the ``activation`` of ``inner``, the gradient is
-        that of ``inner``. A `QuantizedActivation` is applied to ``x`` (see `tensor_parallel_linear`).
+        With ``skip_bias_add`` the bias is returned too. If ``x`` is the ``activation`` of ``inner``, ``inner`` has the
+        gradient instead of ``x``. A `QuantizedActivation` is applied to ``x`` (see `tensor_parallel_linear`).
         """
         if not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(x, self.tp)

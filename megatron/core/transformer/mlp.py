@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import module as hooks
 
+from megatron.core.distributed import GatherHook
 from megatron.core.layer_output import LayerOutput
 from megatron.core.model_parallel_config import reject_unsupported
-from megatron.core.ops import FusedActivation, casts_on_triton, kind_of, runs_on_triton
+from megatron.core.ops import FusedActivation, casts_on_triton, gated_kind_of, runs_on_triton
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
@@ -90,17 +92,17 @@ class FeedForward(nn.Module):
     def _quantized_activation(self, x: torch.Tensor) -> QuantizedActivation | None:
         """Return the activation if it is quantized as it is computed: a gated one between trained FP8 layers on CUDA.
 
-        The first layer's output has no usable gradient then, so that neither layer may have hooks. A bias's gradient
-        would need it, too.
+        The first layer's output has no usable gradient then, so that neither layer may have hooks. The gradient of a
+        bias would need it, too.
         """
         first, second = self.linear_fc1, self.linear_fc2
         quantizers = first.quantizers, second.quantizers
         if first.bias is not None or not all(each is not None and each.knows_scales for each in quantizers):
             return None
-        if not all(linear.weight.requires_grad and not has_hooks(linear) for linear in (first, second)):
+        if not all(linear.weight.requires_grad and not _has_hooks(linear) for linear in (first, second)):
             return None
-        kind = kind_of(self.activation)
-        if kind is None or not casts_on_triton(x):
+        kind = gated_kind_of(self.activation)
+        if kind is None or _has_global_hooks() or not casts_on_triton(x):
             return None
         from megatron.core.ops.triton import GATED_KINDS
 
@@ -126,9 +128,22 @@ class FeedForward(nn.Module):
         return self.kind in KINDS
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether hooks of a module's forward or backward pass see its output or the gradient of its output."""
-    return any((module._forward_hooks, module._backward_hooks, module._backward_pre_hooks))
+def _has_hooks(module: nn.Module) -> bool:
+    """Return whether hooks may read a module's input or output, or the gradient of one of them."""
+    reads_input = any(not isinstance(hook, GatherHook) for hook in module._forward_pre_hooks.values())
+    return reads_input or any((module._forward_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
+def _has_global_hooks() -> bool:
+    """Return whether hooks of all modules are registered, or whether anomaly detection looks for NaN in gradients."""
+    return torch.is_anomaly_enabled() or any(
+        (
+            hooks._global_forward_pre_hooks,
+            hooks._global_forward_hooks,
+            hooks._global_backward_hooks,
+            hooks._global_backward_pre_hooks,
+        )
+    )
 
 
 def make_activation(

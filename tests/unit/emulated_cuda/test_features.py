@@ -250,20 +250,50 @@ def test_activations_in_gemms_do_not_change_a_training(
     assert fused[0]["lm_loss"] != fused[-1]["lm_loss"]
 
 
+GATED_IN_FP8 = f"""{FP8} delayed --swiglu --disable-bias-linear --hidden-size 32 --ffn-hidden-size 64 --seq-length 16
+    --max-position-embeddings 16 --train-iters 4"""
+"""From the second step on, a Triton program casts SwiGLU as it computes it, and another the gradient of its input."""
+CASTS = "triton:gated_cast_program", "triton:gated_gradient_cast_program"
+
+
 @pytest.mark.parametrize(
-    "more", ["", pytest.param(f"{TP2} --recompute-granularity full --recompute-method uniform", marks=pytest.mark.long)]
+    "more",
+    [
+        "",
+        pytest.param(f"{TP2} --recompute-granularity full --recompute-method uniform", marks=pytest.mark.long),
+        pytest.param(f"{TP2} --tp-comm-overlap", marks=pytest.mark.long),
+    ],
 )
 def test_activations_in_fp8_have_the_losses_of_the_cpu(
     more: str, on_cpu: Callable[[str, int], ForkedRun], tmp_path: Path
 ) -> None:
-    """From the second step on, scales are known, and a Triton program quantizes SwiGLU as it computes it."""
-    shape = "--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --seq-length 16 --max-position-embeddings 16"
-    flags = f"{FP8} delayed --swiglu --disable-bias-linear {shape} --recompute-num-layers 1 {more}"
+    flags = f"{GATED_IN_FP8} --num-layers 1 --recompute-num-layers 1 {more}"
     nproc = 2 if more else 1
     run = train_on_device(args_of(tmp_path, flags), nproc, triton=True)
-    losses, expected = ([line["lm_loss"] for line in each.iterations()] for each in (run, on_cpu(flags, nproc)))
+    assert operators_of(run) >= {*CASTS}
+    reference = on_cpu(flags.replace("--tp-comm-overlap", ""), nproc)
+    losses, expected = ([line["lm_loss"] for line in each.iterations()] for each in (run, reference))
     assert losses == pytest.approx(expected, rel=3e-3)
     assert losses[0] != losses[-1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("flags", "nproc", "more"),
+    [
+        ("--num-layers 1", 1, "--cuda-graph-impl local --cuda-graph-warmup-steps 2"),
+        ("--num-layers 2 --pipeline-model-parallel-size 2", 2, "--pipeline-schedule zero-bubble"),
+        ("--num-layers 1", 2, "--use-torch-fsdp2"),
+    ],
+)
+def test_activations_in_fp8_do_not_depend_on_the_schedule(flags: str, nproc: int, more: str, tmp_path: Path) -> None:
+    runs = [
+        train_on_device(args_of(tmp_path / name, f"{GATED_IN_FP8} {flags} {added}"), nproc, triton=True)
+        for name, added in (("plain", ""), ("other", more))
+    ]
+    assert all(operators_of(run) >= {*CASTS} for run in runs)
+    losses, expected = ([line["lm_loss"] for line in run.iterations()] for run in runs)
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

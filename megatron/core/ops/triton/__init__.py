@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron.core.ops.triton.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
     from megatron.core.ops.triton.dropout_keys import keys_of_sites, write_states
     from megatron.core.ops.triton.fp8_cast import cast_and_transpose
-    from megatron.core.ops.triton.fp8_gated_cast import cast_gated, cast_gated_gradient
+    from megatron.core.ops.triton.fp8_gated_cast import cast_gated_gradient_with_scale, cast_gated_with_scale
     from megatron.core.ops.triton.fp8_gated_gradient import cast_gated_gradients
     from megatron.core.ops.triton.fp8_group_cast import cast_groups
     from megatron.core.ops.triton.fp8_scaled_cast import amaxes, cast_rows, cast_segments, cast_squares, scales_of
@@ -38,7 +38,7 @@ __getattr__ = lazy_exports(
         "cross_entropy": "normalizer_and_label_logits overwrite_with_gradient",
         "dropout_keys": "keys_of_sites write_states",
         "fp8_cast": "cast_and_transpose",
-        "fp8_gated_cast": "cast_gated cast_gated_gradient",
+        "fp8_gated_cast": "cast_gated_with_scale cast_gated_gradient_with_scale",
         "fp8_gated_gradient": "cast_gated_gradients",
         "fp8_group_cast": "cast_groups",
         "fp8_scaled_cast": "amaxes cast_rows cast_segments cast_squares scales_of",

@@ -142,6 +142,15 @@ def activation_and_slope(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def rounded_gradients(out, gate, up, DTYPE: tl.constexpr, KIND: tl.constexpr):
+    """Return the gradients of both halves of a gated activation's input, and the activation, rounded to a dtype."""
+    activated, slope = activation_and_slope(gate, KIND)
+    gate_grad = (out * up * slope).to(DTYPE).to(tl.float32)
+    up_grad = (out * activated).to(DTYPE).to(tl.float32)
+    return gate_grad, up_grad, (activated * up).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def gated_forward_program(x: tl.tensor, y: tl.tensor, width: tl.tensor, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """Write one block of a row of ``y: [n, width]`` from ``x: [n, 2 * width]``."""
     row = tl.program_id(0).to(tl.int64)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.triton.activation import GATED_KINDS, activation_and_slope
+from megatron.core.ops.triton.activation import GATED_KINDS, activation_and_slope, rounded_gradients
 from megatron.core.ops.triton.fp8_cast import DTYPES, _float8_bits
 
 _BLOCK = 64
@@ -33,14 +33,13 @@ def gated_cast_program(
     x: tl.tensor,
     scale: tl.tensor,
     data: tl.tensor,
-    turned: tl.tensor,
     amax: tl.tensor,
     num_rows: tl.tensor,
     width: tl.tensor,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write one tile of the activation of ``x: [num_rows, 2 * width]`` in E4M3, of its transpose, or of both."""
+    """Write one tile of the activation of ``x: [num_rows, 2 * width]`` in E4M3."""
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
@@ -51,11 +50,7 @@ def gated_cast_program(
     values = (activated * up).to(x.dtype.element_ty).to(tl.float32)
     if amax is not None:
         tl.atomic_max(amax, tl.max(tl.abs(values)))
-    bits = _float8_bits(values / tl.load(scale), False)
-    if data is not None:
-        _write_tile(bits, data, row, column, inside, width)
-    if turned is not None:
-        _write_transposed_tile(bits, turned, row, column, inside, num_rows)
+    _write_tile(_float8_bits(values / tl.load(scale), False), data, row, column, inside, width)
 
 
 @triton.jit
@@ -86,9 +81,7 @@ def gated_gradient_cast_program(
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
     out = tl.load(grad + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    activated, slope = activation_and_slope(gate, KIND)
-    gate_grad = (out * up * slope).to(x.dtype.element_ty).to(tl.float32)
-    up_grad = (out * activated).to(x.dtype.element_ty).to(tl.float32)
+    gate_grad, up_grad, activated = rounded_gradients(out, gate, up, x.dtype.element_ty, KIND)
     if amax is not None:
         tl.atomic_max(amax, tl.max(tl.maximum(tl.abs(gate_grad), tl.abs(up_grad))))
     divisor = tl.load(scale)
@@ -97,46 +90,41 @@ def gated_gradient_cast_program(
     _write_tile(up_bits, data, row, column + width, inside, 2 * width)
     _write_transposed_tile(gate_bits, turned, row, column, inside, num_rows)
     _write_transposed_tile(up_bits, turned, row, column + width, inside, num_rows)
-    if activated_turned is not None:
-        values = (activated * up).to(x.dtype.element_ty).to(tl.float32)
-        bits = _float8_bits(values / tl.load(activated_scale), False)
-        _write_transposed_tile(bits, activated_turned, row, column, inside, num_rows)
+    bits = _float8_bits(activated / tl.load(activated_scale), False)
+    _write_transposed_tile(bits, activated_turned, row, column, inside, num_rows)
 
 
-def cast_gated(
-    x: torch.Tensor, kind: str, scale: torch.Tensor, amax: torch.Tensor | None, *, plain: bool, transpose: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return a gated activation in E4M3, its transpose, or both, contiguous, and update ``amax`` to the maximum.
+def cast_gated_with_scale(x: torch.Tensor, kind: str, scale: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
+    """Return a gated activation in E4M3, contiguous, and update ``amax`` to the maximum.
 
     ``kind`` is one of `GATED_KINDS`.
 
-    Shapes: ``x: [n, 2 m]``, ``scale: [1, 1]``, ``amax: [] -> [n, m], [m, n]``.
+    Shapes: ``x: [n, 2 m]``, ``scale: [1, 1]``, ``amax: [] -> [n, m]``.
     """
     assert kind in GATED_KINDS, kind
     x = x.detach().contiguous()
     num_rows, width = len(x), x.shape[1] // 2
-    data = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device) if plain else None
-    turned = torch.empty(width, num_rows, dtype=torch.uint8, device=x.device) if transpose else None
+    data = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device)
     if x.numel():
         gated_cast_program[_grid(num_rows, width)](
-            x, scale, data, turned, amax, num_rows, width, KIND=kind, BLOCK=_BLOCK, num_warps=_CAST_WARPS
+            x, scale, data, amax, num_rows, width, KIND=kind, BLOCK=_BLOCK, num_warps=_CAST_WARPS
         )
-    return _in_dtype(data, torch.float8_e4m3fn), _in_dtype(turned, torch.float8_e4m3fn)
+    return data.view(torch.float8_e4m3fn)
 
 
-def cast_gated_gradient(
+def cast_gated_gradient_with_scale(
     grad: torch.Tensor,
     x: torch.Tensor,
     kind: str,
     dtype: torch.dtype,
     scale: torch.Tensor,
     amax: torch.Tensor | None,
-    activated_scale: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradient of a gated activation's input in FP8, and its transpose.
+    activated_scale: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradient of a gated activation's input in FP8, its transpose, and the activation's transpose in E4M3.
 
-    ``grad`` is the gradient of the activation. With ``activated_scale`` the third result is the transpose of the
-    activation in E4M3. All results are contiguous. ``amax`` is updated to the maximum of the gradient.
+    ``grad`` is the gradient of the activation. All results are contiguous. ``amax`` is updated to the maximum of the
+    returned gradient.
 
     Shapes: ``grad: [n, m]``, ``x: [n, 2 m]``, scales ``[1, 1]``, ``amax: [] -> [n, 2 m], [2 m, n], [m, n]``.
     """
@@ -144,22 +132,15 @@ def cast_gated_gradient(
     assert dtype in DTYPES, dtype
     grad, x = grad.detach().contiguous(), x.detach().contiguous()
     num_rows, width = grad.shape
-    data = torch.empty(num_rows, 2 * width, dtype=torch.uint8, device=x.device)
-    turned = torch.empty(2 * width, num_rows, dtype=torch.uint8, device=x.device)
-    activated = None
-    if activated_scale is not None:
-        activated = torch.empty(width, num_rows, dtype=torch.uint8, device=x.device)
+    shapes = (num_rows, 2 * width), (2 * width, num_rows), (width, num_rows)
+    data, turned, activated = (torch.empty(shape, dtype=torch.uint8, device=x.device) for shape in shapes)
     if x.numel():
         gated_gradient_cast_program[_grid(num_rows, width)](
             grad, x, scale, activated_scale, data, turned, activated, amax, num_rows, width,
             KIND=kind, IS_E5M2=dtype is torch.float8_e5m2, BLOCK=_BLOCK, num_warps=_GRADIENT_WARPS,
         )  # fmt: skip
-    return data.view(dtype), turned.view(dtype), _in_dtype(activated, torch.float8_e4m3fn)
+    return data.view(dtype), turned.view(dtype), activated.view(torch.float8_e4m3fn)
 
 
 def _grid(num_rows: int, width: int) -> tuple[int, int]:
     return triton.cdiv(num_rows, _BLOCK), triton.cdiv(width, _BLOCK)
-
-
-def _in_dtype(data: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if data is None else data.view(dtype)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.triton.activation import GATED_KINDS, activation_and_slope
+from megatron.core.ops.triton.activation import GATED_KINDS, rounded_gradients
 from megatron.core.ops.triton.fp8_group_cast import GRAIN, write_rows, write_transpose
 from megatron.core.ops.triton.fp8_scaled_cast import Part, _absolute_bits, scales_of
 
@@ -44,10 +44,7 @@ def _gradients(
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
     out = tl.load(grad + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    activated, slope = activation_and_slope(gate, KIND)
-    gate_grad = (out * up * slope).to(x.dtype.element_ty).to(tl.float32)
-    up_grad = (out * activated).to(x.dtype.element_ty).to(tl.float32)
-    return gate_grad, up_grad, (activated * up).to(x.dtype.element_ty).to(tl.float32)
+    return rounded_gradients(out, gate, up, x.dtype.element_ty, KIND)
 
 
 @triton.jit

@@ -132,14 +132,14 @@ def test_torch_has_the_same_products_on_a_cpu(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_a_device_writes_its_product_to_a_given_matrix(recipe: str) -> None:
+def test_a_device_writes_the_result_of_its_gemm_to_a_given_matrix(recipe: str) -> None:
     left, right = operands(recipe, (32, 48, 16), E5M2)
     out = torch.full((32, 16), torch.nan)
     assert device_product(left, right, torch.float32, out=out) is out
     assert torch.equal(out, device_product(left, right, torch.float32))
 
 
-def test_a_rounded_product_is_not_written_to_a_float32_matrix() -> None:
+def test_a_rounded_result_is_not_written_to_a_float32_matrix() -> None:
     # On the CPU the GEMM of MX blocks is missing, so only the shapes are computed.
     left, right = (
         Quantized(each.data.to("meta"), each.scale.to("meta"), each.blocks)

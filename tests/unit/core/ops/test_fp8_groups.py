@@ -21,7 +21,7 @@ from megatron.core.ops.fp8_groups import (
     quantize_weights,
 )
 from megatron.core.ops.fp8_tensor import E4M3, ROWS, quantize
-from megatron.core.ops.gated_activation import gated_activation, kind_of
+from megatron.core.ops.gated_activation import gated_activation, gated_kind_of
 from megatron.core.ops.gemm import Groups, RowEnds, row_counts
 from megatron.core.ops.token_rows import combine_gradients, gather_rows
 from megatron.core.transformer.moe.expert_dispatch import sort_choices
@@ -208,11 +208,11 @@ def test_activations_and_their_gradients_are_quantized(kind: str) -> None:
 
 
 def test_only_gated_activations_without_offset_and_limit_have_a_kind() -> None:
-    assert kind_of(partial(gated_activation, kind="geglu", offset=0.0, limit=None)) == "geglu"
-    assert kind_of(partial(gated_activation, kind="swiglu", offset=1.0)) is None
-    assert kind_of(partial(gated_activation, kind="swiglu", limit=7.0)) is None
-    assert kind_of(partial(F.gelu, approximate="tanh")) is None
-    assert kind_of(F.silu) is None
+    assert gated_kind_of(partial(gated_activation, kind="geglu", offset=0.0, limit=None)) == "geglu"
+    assert gated_kind_of(partial(gated_activation, kind="swiglu", offset=1.0)) is None
+    assert gated_kind_of(partial(gated_activation, kind="swiglu", limit=7.0)) is None
+    assert gated_kind_of(partial(F.gelu, approximate="tanh")) is None
+    assert gated_kind_of(F.silu) is None
 
 
 def assert_equal(actual: QuantizedGroups, expected: QuantizedGroups) -> None:

@@ -187,8 +187,7 @@ def programs(capability: int) -> Iterator[Program]:
         kinds = scales | dict.fromkeys(("data", "turned", "activated_turned"), "*u8")
         for kind in activation.GATED_KINDS:
             sizes, warps = {"BLOCK": fp8_gated_cast._BLOCK, "KIND": kind}, fp8_gated_cast._CAST_WARPS
-            forward = kinds | {"turned": None}
-            yield f"float8 activation, {kind}", fp8_gated_cast.gated_cast_program, forward, sizes, warps
+            yield f"float8 activation, {kind}", fp8_gated_cast.gated_cast_program, kinds, sizes, warps
             for is_e5m2 in (False, True):
                 of_dtype = kinds, sizes | {"IS_E5M2": is_e5m2}, fp8_gated_cast._GRADIENT_WARPS
                 name = f"float8 gradient of activation, {kind}, {is_e5m2}"

@@ -15,11 +15,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.modules import module as hooks
 
+from megatron.core.distributed import GatherHook
 from megatron.core.main_grad import MainGrad, Receiver, attach_main_grad, bias_gradient, leave_parts, receive_parts
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops import cross_entropy, fp8_tensor
 from megatron.core.ops import gated_activation as gated_activation_module
 from megatron.core.ops.dropout import DropoutKeys, DropoutSamples, RowKeys, drop_hidden
+from megatron.core.ops.fp8_quantizers import Float8State
 from megatron.core.ops.fp8_tensor import (
     E4M3,
     E5M2,
@@ -37,7 +41,7 @@ from megatron.core.ops.fp8_tensor import (
 )
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.ops.linear_attention import causal_convolution, recurrent_causal_convolution
-from megatron.core.process_group import single_rank_group
+from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tensor_parallel.cross_entropy import vocab_sharded_cross_entropy
 from megatron.core.transformer.mlp import ACTIVATIONS, FeedForward
 from megatron.core.transformer.rotary_pos_embedding import (
@@ -609,13 +613,15 @@ def test_gradients_of_a_float8_layer_are_products_of_its_quantized_operands(reci
 
 
 def check_gated_casts(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-    from megatron.core.ops.triton import GATED_KINDS, cast_gated, cast_gated_gradient
+    from megatron.core.ops.triton import GATED_KINDS, cast_gated_gradient_with_scale, cast_gated_with_scale
 
     torch.manual_seed(2)
     for (rows, width), kind in [((70, 90), "swiglu"), ((64, 128), "geglu"), ((1, 3), "geglu"), ((130, 33), "swiglu")]:
         assert kind in GATED_KINDS
         x = (torch.randn(rows, 2 * width) * 3).to(dtype).requires_grad_()
         grad = torch.randn(rows, width).to(dtype)
+        if rows == 130:
+            x.data[0, 0], x.data[1, -1], x.data[2, 3], grad[3, 3] = torch.inf, torch.nan, -torch.inf, torch.nan
         with cpu_runs_on_triton():
             y = gated_activation(x, kind)
         (x_grad,) = torch.autograd.grad(y, x, grad)
@@ -624,16 +630,14 @@ def check_gated_casts(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
         amaxes = [torch.zeros(()) for _ in range(4)]
         expected = quantize_whole(y.detach(), E4M3, scale, amaxes[0], transpose=True)
         expected_grad = quantize_whole(x_grad, grad_dtype, grad_scale, amaxes[1], transpose=True)
-        plain, none = cast_gated(x, kind, scale, amaxes[2], plain=True, transpose=False)
-        no, turned = cast_gated(x, kind, scale, None, plain=False, transpose=True)
-        assert none is no is None
+        plain = cast_gated_with_scale(x, kind, scale, amaxes[2])
         args = x.detach(), kind, grad_dtype, grad_scale
-        *both, again = cast_gated_gradient(grad.t().contiguous().t(), *args, amaxes[3], scale)
-        assert cast_gated_gradient(grad, *args, None, None)[2] is None
-        for data, theirs in zip((plain, turned, *both, again), (*expected, *expected_grad, expected[1]), strict=True):
-            assert data is not None
+        *both, again = cast_gated_gradient_with_scale(grad.t().contiguous().t(), *args, amaxes[3], scale)
+        for data, theirs in zip((plain, again, *both), (*expected, *expected_grad), strict=True):
             assert theirs is not None
             same_bits(Quantized(data, theirs.scale, WHOLE), theirs)
+        if rows == 130:
+            continue
         assert amaxes[0] == amaxes[2] > 0
         assert amaxes[1] == amaxes[3] > 0
         exact = x.detach().double().requires_grad_()
@@ -652,20 +656,37 @@ def test_gated_activations_and_their_gradients_in_float8(dtype: torch.dtype, gra
     interpret(check_gated_casts, dtype, grad_dtype)
 
 
-def check_quantized_activation(is_recomputed: bool) -> None:
+def watch_gated_casts() -> Counter[str]:
+    """Count the launches of the programs that cast a gated activation as they compute it."""
     from megatron.core.ops.triton import fp8_gated_cast
 
     launches: Counter[str] = Counter()
     for name in ("gated_cast_program", "gated_gradient_cast_program"):
         setattr(fp8_gated_cast, name, Counted(getattr(fp8_gated_cast, name), launches, name))
-    tp = tensor_parallel_group()
-    again: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}
-    shape = {"num_layers": 1, "ffn_hidden_size": 96, **LLAMA, **(again if is_recomputed else {})}
+    return launches
+
+
+def make_gated(tp: Group, **settings: Any) -> tuple[GPTModel, FeedForward, Float8State]:
+    """Return a model of one layer with SwiGLU and delayed scaling, its feed-forward layer, and the state of scales."""
+    shape = {"num_layers": 1, "ffn_hidden_size": 96, **LLAMA, **settings}
     model = make_float8_model("delayed", tp=tp, sequence_parallel=tp.size > 1, **shape)
     mlp = next(module for module in model.modules() if isinstance(module, FeedForward))
     assert mlp.linear_fc1.quantizers is not None
     state = mlp.linear_fc1.quantizers._state
     assert state is not None
+    return model, mlp, state
+
+
+def equal_bits(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert one.isfinite().all()
+        assert torch.equal(one, other)
+
+
+def check_quantized_activation(is_recomputed: bool) -> None:
+    launches, tp = watch_gated_casts(), tensor_parallel_group()
+    again: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}
+    model, mlp, state = make_gated(tp, **(again if is_recomputed else {}))
     tokens, labels, positions, _ = make_batch(8, 3, 53)
 
     def step() -> list[torch.Tensor]:
@@ -680,24 +701,60 @@ def check_quantized_activation(is_recomputed: bool) -> None:
         actual = step()
         assert launches == {"gated_cast_program": 1 + is_recomputed, "gated_gradient_cast_program": 1}
         launches.clear()
-        for linear in (mlp.linear_fc1, mlp.linear_fc2):
-            handle = linear.register_forward_hook(lambda module, given, output: None)
-            expected = step()
-            handle.remove()
-            assert not launches
-            for one, other in zip(actual, expected, strict=True):
-                assert one.isfinite().all()
-                assert torch.equal(one, other)
-        with torch.no_grad():
-            assert torch.equal(model(tokens, positions, labels=labels), actual[0])
-        assert launches == {"gated_cast_program": 1}
-        mlp.linear_fc1.weight.requires_grad_(False)
-        assert mlp._quantized_activation(torch.ones(1, 1, 1).bfloat16()) is None
+        mlp.linear_fc1.register_forward_hook(lambda module, given, output: None)
+        equal_bits(actual, step())
+        assert not launches
 
 
 @pytest.mark.parametrize(("is_recomputed", "world_size"), [(False, 1), (False, 2), (True, 1)])
 def test_an_activation_quantized_as_it_is_computed_changes_no_bit(is_recomputed: bool, world_size: int) -> None:
     interpret(check_quantized_activation, is_recomputed, world_size=world_size)
+
+
+def check_hooks_of_gated_layers() -> None:
+    launches = watch_gated_casts()
+    _, mlp, state = make_gated(single_rank_group())
+    first, second = mlp.linear_fc1, mlp.linear_fc2
+    x = torch.randn(16, 2, first.weight.shape[1]).bfloat16().requires_grad_()
+
+    def step() -> list[torch.Tensor]:
+        state.amax.zero_()
+        output = mlp(x).hidden
+        gradients = torch.autograd.grad(output.float().square().sum(), [x, first.weight, second.weight])
+        return [output.detach(), *gradients, state.amax.clone()]
+
+    with cpu_runs_on_triton():
+        step()
+        state.update(single_rank_group(), 1)
+        first.register_forward_pre_hook(GatherHook(()))
+        actual = step()
+        assert launches == {"gated_cast_program": 1, "gated_gradient_cast_program": 1}
+        launches.clear()
+        for register in (
+            lambda: first.register_forward_hook(lambda module, given, output: None),
+            lambda: second.register_forward_pre_hook(lambda module, given: None),
+            lambda: second.register_full_backward_hook(lambda module, grad, output: None),
+            lambda: first.register_full_backward_pre_hook(lambda module, grad: None),
+            lambda: hooks.register_module_full_backward_hook(lambda module, grad, output: None),
+        ):
+            handle = register()
+            equal_bits(actual, step())
+            handle.remove()
+        with torch.autograd.detect_anomaly(check_nan=True):
+            equal_bits(actual, step())
+        assert not launches
+        state.amax.zero_()
+        with torch.no_grad():
+            assert torch.equal(mlp(x).hidden, actual[0])
+        assert launches == {"gated_cast_program": 1}
+        assert not state.amax.any()
+        first.weight.requires_grad_(False)
+        assert mlp._quantized_activation(x) is None
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_hooks_read_activations_and_gradients_in_16_bits() -> None:
+    interpret(check_hooks_of_gated_layers)
 
 
 WIDTH = 70
