@@ -19,6 +19,14 @@ _CAST_WARPS, _GRADIENT_WARPS = 4, 8
 
 
 @triton.jit
+def _load_halves(x, row, column, inside, width):
+    """Return a tile of both halves of ``x: [n, 2 * width]`` in float32."""
+    start = x + row[:, None] * (2 * width) + column[None, :]
+    gate = tl.load(start, mask=inside, other=0.0).to(tl.float32)
+    return gate, tl.load(start + width, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _write_tile(bits, data, row, column, inside, width):
     tl.store(data + row[:, None] * width + column[None, :], bits, mask=inside)
 
@@ -43,9 +51,7 @@ def gated_cast_program(
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
-    place = x + row[:, None] * (2 * width) + column[None, :]
-    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+    gate, up = _load_halves(x, row, column, inside, width)
     activated, _ = activation_and_slope(gate, KIND)
     values = (activated * up).to(x.dtype.element_ty).to(tl.float32)
     if amax is not None:
@@ -77,9 +83,7 @@ def gated_gradient_cast_program(
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
-    place = x + row[:, None] * (2 * width) + column[None, :]
-    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+    gate, up = _load_halves(x, row, column, inside, width)
     out = tl.load(grad + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
     gate_grad, up_grad, activated = rounded_gradients(out, gate, up, x.dtype.element_ty, KIND)
     if amax is not None:
