@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -52,8 +52,8 @@ class MainGrad:
         self.fuses_products = fuses_products
         self.is_awaited = is_awaited
         self.queue: WeightGradQueue | None = None
-        self.joins_sums = True
-        """Whether sums over rows may be computed together with the sums of other layers."""
+        self.may_wait = True
+        """Whether contributions may be computed later in the backward pass, between operations of other layers."""
         self.is_empty = True
         self._num_arrived = 0
         self._held: list[MainGrad] | None = None
@@ -105,15 +105,18 @@ class MainGrad:
         else:
             self.tensor.add_(grad)
 
-    def add_matmul(self, left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> None:
+    def add_matmul(
+        self, left: torch.Tensor, right: torch.Tensor, library: str = "auto", *, delays: bool = False
+    ) -> None:
         """Add the matmul ``left @ right``, computed on CPU with the given library (see `linear`).
+
+        With ``delays`` it may wait for `launch_delayed`, at the latest until the end of the backward pass.
 
         Shapes: ``left: [out, n]``, ``right: [n, in]``.
         """
         # Detached: queued matmuls run outside of the backward pass, and autograd would record them.
         left, right = left.detach(), right.detach()
-        if not self._defer(self._add_matmul_now, left, right, library):
-            self._add_matmul_now(left, right, library)
+        self._launch(self._add_matmul_now, left, right, library, delays=delays)
 
     def add_matmul_chunk(self, left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> None:
         """Add one of several matmuls that are one contribution, at once; `end_contribution` follows the last.
@@ -181,10 +184,12 @@ class MainGrad:
     def _add_computed_now(self, compute: Callable[[], torch.Tensor]) -> None:
         self._add_now(compute())
 
-    def add_by(self, add: Callable[[torch.Tensor, bool], None]) -> None:
-        """Let ``add`` change the gradient: it gets the tensor, and whether to overwrite its values."""
-        if not self._defer(self._add_by_now, add):
-            self._add_by_now(add)
+    def add_by(self, add: Callable[[torch.Tensor, bool], None], *, delays: bool = False) -> None:
+        """Let ``add`` change the gradient: it gets the tensor, and whether to overwrite its values.
+
+        With ``delays`` this may wait like a matmul (see `add_matmul`).
+        """
+        self._launch(self._add_by_now, add, delays=delays)
 
     def _add_by_now(self, add: Callable[[torch.Tensor, bool], None]) -> None:
         self._begin()
@@ -209,6 +214,16 @@ class MainGrad:
     def _begin(self) -> None:
         if self.is_empty and self.on_begin is not None:
             self.on_begin()
+
+    def _launch(self, contribution: Callable[..., None], *operands: Any, delays: bool) -> None:
+        """Launch a contribution now, if it is neither deferred to the queue nor delayed within the backward pass."""
+        if self._defer(contribution, *operands):
+            return
+        this_pass = _backward_pass() if delays and self.may_wait and self.on_begin is None else None
+        if this_pass is None:
+            contribution(*operands)
+        else:
+            this_pass.delay(self, functools.partial(contribution, *operands))
 
     def _defer(self, contribution: Callable[..., None], *operands: Any) -> bool:
         """Defer a contribution if the queue is collecting, and return whether it was deferred.
@@ -375,20 +390,65 @@ class _PendingSums:
             main_grad.end_contribution()
 
 
-_pending_sums: dict[int, _PendingSums] = {}
-"""By the backward pass, as autograd numbers them."""
+class _BackwardPass:
+    """Contributions that are computed later in the backward pass than their operands: partial sums, and one matmul."""
+
+    def __init__(self) -> None:
+        self.sums = _PendingSums()
+        self.delayed_grad: MainGrad | None = None
+        self._delayed: Callable[[], None] | None = None
+
+    def delay(self, main_grad: MainGrad, contribution: Callable[[], None]) -> None:
+        """Delay a contribution; an earlier one is launched first, so that the operands of only one stay in memory."""
+        self.launch_delayed()
+        self.delayed_grad, self._delayed = main_grad, contribution
+
+    def launch_delayed(self) -> None:
+        """Launch the delayed contribution, if there is one."""
+        contribution, self.delayed_grad, self._delayed = self._delayed, None, None
+        if contribution is not None:
+            # Without recording: at the end of a backward pass autograd may be on.
+            with torch.no_grad():
+                contribution()
+
+    def end(self) -> None:
+        """Launch everything that is left."""
+        self.launch_delayed()
+        self.sums.run()
+
+
+_passes: dict[int, _BackwardPass] = {}
+"""By the number that autograd gives a backward pass."""
 _NO_PASS = -1
 
 
-def _sums_of_pass() -> _PendingSums | None:
-    """Return the pending sums of the backward pass that runs on this thread, or None outside of a backward pass."""
+def _backward_pass() -> _BackwardPass | None:
+    """Return the backward pass that runs on this thread, or None outside of one."""
     number = torch._C._current_graph_task_id()
     if number == _NO_PASS:
         return None
-    if number not in _pending_sums:
-        _pending_sums[number] = _PendingSums()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _pending_sums.pop(number).run())
-    return _pending_sums[number]
+    if number not in _passes:
+        _passes[number] = _BackwardPass()
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _passes.pop(number).end())
+    return _passes[number]
+
+
+def launch_delayed() -> None:
+    """Launch the matmul of the running backward pass that was delayed, if any; call it after starting communication.
+
+    The matmul of a row-parallel layer's weight gradient is not needed by the rest of the backward pass. So it can
+    overlap with the next all-gather for which the backward pass has to wait.
+    """
+    this_pass = _passes.get(torch._C._current_graph_task_id())
+    if this_pass is not None:
+        this_pass.launch_delayed()
+
+
+def forget_failed_passes(main_grads: Container[MainGrad | None]) -> None:
+    """Release the operands that failed backward passes hold for these gradients; call it outside of their passes."""
+    for number, of_pass in list(_passes.items()):
+        if of_pass.delayed_grad is not None and of_pass.delayed_grad in main_grads:
+            del _passes[number]
 
 
 def _sum(parts: Sequence[torch.Tensor], totals: Sequence[torch.Tensor], adds: Sequence[bool]) -> None:
@@ -408,11 +468,11 @@ def receive_parts(parts: torch.Tensor, receivers: Sequence[Receiver]) -> list[to
     """
     main_grads = [main_grad for _, main_grad in receivers if main_grad is not None]
     joins = len(main_grads) == len(receivers) and all(
-        each.joins_sums and each.on_begin is None and not each.is_awaited() for each in main_grads
+        each.may_wait and each.on_begin is None and not each.is_awaited() for each in main_grads
     )
-    sums = _sums_of_pass() if joins else None
-    if sums is not None:
-        sums.put(parts.unbind(), main_grads)
+    this_pass = _backward_pass() if joins else None
+    if this_pass is not None:
+        this_pass.sums.put(parts.unbind(), main_grads)
         return [None] * len(receivers)
     totals, adds = [], []
     for dtype, main_grad in receivers:

@@ -23,7 +23,7 @@ from megatron.core.distributed.fully_sharded_data_parallel import (
 )
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, ReductionPlan, await_in_forward
 from megatron.core.distributed.param_layout import plan_buckets
-from megatron.core.main_grad import main_grad_of
+from megatron.core.main_grad import forget_failed_passes, main_grad_of
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
@@ -169,6 +169,7 @@ class DistributedDataParallel(nn.Module):
 
     def zero_grad_buffer(self) -> None:
         """Start an iteration: discard accumulated gradients, without writing memory."""
+        forget_failed_passes({main_grad_of(parameter) for parameter in self.module.parameters()})
         for buffer in self.grad_buffers:
             buffer.reset()
 

@@ -28,7 +28,7 @@ from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import symmetric_memory
 from megatron.core.tensor_parallel.comm_overlap_config import WHOLE as NO_OVERLAP
 from megatron.core.tensor_parallel.comm_overlap_config import LinearOverlap
-from megatron.core.tensor_parallel.mappings import InputRegion
+from megatron.core.tensor_parallel.mappings import InputRegion, gather_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +137,7 @@ class _Float8Linear(torch.autograd.Function):
         scatters: bool,
         overlap: LinearOverlap,
         activation: QuantizedActivation | None,
+        delays_weight_grad: bool,
     ) -> torch.Tensor:
         group = tp if region is InputRegion.SEQUENCE and tp.size > 1 else None
         rows = x.reshape(-1, x.shape[-1])
@@ -165,7 +166,7 @@ class _Float8Linear(torch.autograd.Function):
         ctx.region, ctx.tp, ctx.group, ctx.product_library = region, tp, group, library
         ctx.quantizers, ctx.records, ctx.kept, ctx.form = quantizers, records, kept, rounded.form
         ctx.x_shape, ctx.scatters, ctx.overlap = (*x.shape[:-1], weight.shape[1]), scatters, overlap
-        ctx.activation = activation
+        ctx.activation, ctx.delays = activation, delays_weight_grad
         # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
         ctx.bias_receiver = None if bias is None else Receiver.of(bias)
@@ -216,7 +217,8 @@ class _Float8Linear(torch.autograd.Function):
         elif fused is not None and group is not None:
             x_grad = symmetric_memory.multiply_and_scatter_quantized(plain, fused, grad.dtype, tp)
         elif ctx.scatters:
-            plain = gather_rows(plain, tp)
+            data = gather_gradient(_bytes_of(plain.data), tp).view(plain.data.dtype)
+            plain = plain.form(data, plain.scale)
         if ctx.scatters and in_fp8:
             turned = plain.transposed()
         if x_grad is not None:
@@ -234,14 +236,15 @@ class _Float8Linear(torch.autograd.Function):
             if gathering is not None:
                 saved = gathering.wait()
             if turned is None:
-                weight_grad = _add_plain(ctx.main_grad, rows, saved.reshape(-1, ctx.x_shape[-1]), ctx.product_library)
+                whole = saved.reshape(-1, ctx.x_shape[-1])
+                weight_grad = _add_plain(ctx.main_grad, rows, whole, ctx.product_library, ctx.delays)
             else:
                 x_turned = _turned_input(saved, saved_scale, ctx) if activated is None else activated
-                weight_grad = _add_fp8(ctx.main_grad, turned, x_turned, weight.dtype, ctx.product_library)
+                weight_grad = _add_fp8(ctx.main_grad, turned, x_turned, weight.dtype, ctx.product_library, ctx.delays)
         bias_grad = bias_gradient(grad, ctx.bias_receiver) if needs_bias_grad else None
         if reducing is not None:
             reducing.wait()
-        return x_grad, weight_grad, bias_grad, *(None,) * 9
+        return x_grad, weight_grad, bias_grad, *(None,) * 10
 
 
 def float8_linear(
@@ -257,6 +260,7 @@ def float8_linear(
     scatters: bool,
     overlap: LinearOverlap = NO_OVERLAP,
     activation: QuantizedActivation | None = None,
+    delays_weight_grad: bool = False,
 ) -> torch.Tensor:
     """Compute `tensor_parallel_linear` with all three GEMMs in FP8, or in NVFP4 by the quantizers.
 
@@ -274,8 +278,9 @@ def float8_linear(
     assert not scatters or quantizers.gathers_gradients, "this recipe gathers gradients before it rounds them"
     quantizers = quantizers.of_microbatch()
     records = torch.is_grad_enabled()
-    arguments = (x, weight, bias, region, tp, adds_bias, library, quantizers, records, scatters, overlap, activation)
-    result: torch.Tensor = _Float8Linear.apply(*arguments)  # type: ignore[no-untyped-call]
+    arguments = (x, weight, bias, region, tp, adds_bias, library, quantizers, records, scatters, overlap)
+    more = (activation, delays_weight_grad)
+    result: torch.Tensor = _Float8Linear.apply(*arguments, *more)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -346,19 +351,21 @@ def _reduce_input_gradient(
     return x_grad, None
 
 
-def _add_plain(main_grad: MainGrad | None, grad: torch.Tensor, x: torch.Tensor, library: str) -> torch.Tensor | None:
+def _add_plain(
+    main_grad: MainGrad | None, grad: torch.Tensor, x: torch.Tensor, library: str, delays: bool
+) -> torch.Tensor | None:
     if main_grad is None:
         return product(grad.t(), x, library)
-    main_grad.add_matmul(grad.t(), x, library)
+    main_grad.add_matmul(grad.t(), x, library, delays=delays)
     return None
 
 
 def _add_fp8(
-    main_grad: MainGrad | None, grad: Quantized, x: Quantized, dtype: torch.dtype, library: str
+    main_grad: MainGrad | None, grad: Quantized, x: Quantized, dtype: torch.dtype, library: str, delays: bool
 ) -> torch.Tensor | None:
     if main_grad is None:
         return scaled_product(grad, x, dtype, library=library)
-    main_grad.add_by(partial(_add_gemm, grad, x, library))
+    main_grad.add_by(partial(_add_gemm, grad, x, library), delays=delays)
     return None
 
 

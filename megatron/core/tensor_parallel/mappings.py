@@ -18,13 +18,14 @@ import torch
 
 from megatron.core.collectives import (
     all_gather_first_dim,
+    all_gather_into,
     all_gather_last_dim,
     all_reduce,
     all_to_all_rows,
     reduce_scatter_first_dim,
 )
 from megatron.core.errors import ConfigurationError
-from megatron.core.main_grad import Receiver, bias_gradient
+from megatron.core.main_grad import Receiver, bias_gradient, launch_delayed
 from megatron.core.process_group import Group
 from megatron.core.process_state import resolve_group
 
@@ -173,7 +174,10 @@ class _ReduceScatterToSequenceParallelRegion(_Region):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _gather_rows(grad, resolve_group(ctx.group), ctx.input_split_sizes), None, None, None
+        group = resolve_group(ctx.group)
+        if ctx.input_split_sizes is None:
+            return gather_gradient(grad, group), None, None, None
+        return _gather_rows(grad, group, ctx.input_split_sizes), None, None, None
 
 
 class _ReduceScatterWithBias(torch.autograd.Function):
@@ -184,7 +188,7 @@ class _ReduceScatterWithBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
-        return all_gather_first_dim(grad, ctx.tp), None, bias_gradient(grad, ctx.bias_receiver)
+        return gather_gradient(grad, ctx.tp), None, bias_gradient(grad, ctx.bias_receiver)
 
 
 class _AllToAll(_Region):
@@ -204,6 +208,19 @@ class _AllToAll(_Region):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
         group = resolve_group(ctx.group)
         return None, _exchange_rows(grad, group, ctx.output_split_sizes, ctx.input_split_sizes), None, None
+
+
+def gather_gradient(grad: torch.Tensor, group: Group) -> torch.Tensor:
+    """All-gather the gradient of an output along dim 0, overlapped with the delayed matmul of another layer.
+
+    Shapes: ``[n, ...] -> [n * group.size, ...]``.
+    """
+    whole = grad.new_empty((grad.shape[0] * group.size, *grad.shape[1:]))
+    gathering = all_gather_into(whole, grad.contiguous(), group, async_op=True)
+    launch_delayed()
+    if gathering is not None:
+        gathering.wait()
+    return whole
 
 
 def _gather_rows(tensor: torch.Tensor, group: Group, sizes: Sequence[int] | None) -> torch.Tensor:

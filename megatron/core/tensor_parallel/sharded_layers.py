@@ -50,6 +50,7 @@ from megatron.core.tensor_parallel.float8_linear import QuantizedActivation, flo
 from megatron.core.tensor_parallel.mappings import (
     InputRegion,
     gather_from_tensor_model_parallel_region,
+    gather_gradient,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
@@ -77,6 +78,7 @@ class _Linear(torch.autograd.Function):
         inner: torch.Tensor | None,
         activation: FusedActivation | None,
         keeps_inner: bool,
+        delays_weight_grad: bool,
     ) -> torch.Tensor | tuple[torch.Tensor | None, torch.Tensor]:
         # A quantized weight is dequantized again in the backward pass.
         ctx.quantized = quantized_of(weight)
@@ -89,7 +91,7 @@ class _Linear(torch.autograd.Function):
         ctx.activation = activation
         ctx.x_shape = x.shape
         ctx.region, ctx.tp, ctx.product_library = region, tp, library
-        ctx.overlap, ctx.scatters = overlap, scatters
+        ctx.overlap, ctx.scatters, ctx.delays = overlap, scatters, delays_weight_grad
         # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
         ctx.bias_receiver = None if bias is None else Receiver.of(bias)
@@ -136,7 +138,7 @@ class _Linear(torch.autograd.Function):
         elif region is InputRegion.SEQUENCE and overlap.backward and needs_x_grad:
             x_grad = scattered_linear(grad, weight.t(), None, tp, overlap, library)
         else:
-            grad = all_gather_first_dim(grad, tp) if ctx.scatters else grad
+            grad = gather_gradient(grad, tp) if ctx.scatters else grad
             if needs_x_grad:
                 x_grad = linear(grad, weight.t(), library=library)
                 if region is InputRegion.REPLICATED:
@@ -152,19 +154,20 @@ class _Linear(torch.autograd.Function):
         weight_grad = None
         if needs_weight_grad:
             rows = grad.reshape(-1, grad.shape[-1])
-            weight_grad = _accumulate_weight_grad(ctx.main_grad, rows, full_x.reshape(-1, full_x.shape[-1]), library)
+            full_rows = full_x.reshape(-1, full_x.shape[-1])
+            weight_grad = _accumulate_weight_grad(ctx.main_grad, rows, full_rows, library, ctx.delays)
         bias_grad = bias_gradient(own_grad, ctx.bias_receiver) if needs_bias_grad else None
         if reducing is not None:
             reducing.wait()
-        return x_grad, weight_grad, bias_grad, *(None,) * 7, inner_grad, None, None
+        return x_grad, weight_grad, bias_grad, *(None,) * 7, inner_grad, *(None,) * 3
 
 
 def _accumulate_weight_grad(
-    main_grad: MainGrad | None, grad: torch.Tensor, x: torch.Tensor, library: str
+    main_grad: MainGrad | None, grad: torch.Tensor, x: torch.Tensor, library: str, delays: bool
 ) -> torch.Tensor | None:
     if main_grad is None:
         return product(grad.t(), x, library)
-    main_grad.add_matmul(grad.t(), x, library)
+    main_grad.add_matmul(grad.t(), x, library, delays=delays)
     return None
 
 
@@ -183,6 +186,7 @@ def tensor_parallel_linear(
     quantizers: Fp8Quantizers | None = None,
     inner: torch.Tensor | None = None,
     activation: FusedActivation | QuantizedActivation | None = None,
+    delays_weight_grad: bool = False,
 ) -> torch.Tensor:
     """Compute ``x @ weight.T + bias`` with this rank's shard of the weight.
 
@@ -194,6 +198,9 @@ def tensor_parallel_linear(
     If ``x`` is the ``activation`` of ``inner`` (see `tensor_parallel_linear_with_activation`), ``inner`` has the
     gradient instead of ``x``. Such a layer overlaps no chunks and is not quantized. With a `QuantizedActivation` the
     layer multiplies the activation of ``x``.
+
+    With ``delays_weight_grad`` the matmul of the weight's gradient waits for the next all-gather of an output gradient
+    in the backward pass, and overlaps with it, if the weight has a main gradient.
 
     Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` for region SEQUENCE) ``-> [s, b, out]`` with the shard's own ``in`` and
     ``out``, ``[s/tp, b, out]`` if it ``scatters``. Backward: the input's gradient is all-reduced (REPLICATED) or
@@ -208,10 +215,11 @@ def tensor_parallel_linear(
             scatters=scatters,
             overlap=overlap,
             activation=activation if isinstance(activation, QuantizedActivation) else None,
+            delays_weight_grad=delays_weight_grad,
         )
     assert not isinstance(activation, QuantizedActivation)
     arguments = (x, weight, bias, region, tp, adds_bias, library, overlap, scatters, memory)
-    more = (inner, None if inner is None else activation, False)
+    more = (inner, None if inner is None else activation, False, delays_weight_grad)
     result: torch.Tensor = _Linear.apply(*arguments, *more)  # type: ignore[no-untyped-call]
     return result
 
@@ -233,7 +241,7 @@ def tensor_parallel_linear_with_activation(
 
     Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` for region SEQUENCE) ``-> [s, b, out]`` twice.
     """
-    more = (True, library, WHOLE, False, None, None, activation, torch.is_grad_enabled())
+    more = (True, library, WHOLE, False, None, None, activation, torch.is_grad_enabled(), False)
     result: tuple[torch.Tensor | None, torch.Tensor]
     result = _Linear.apply(x, weight, bias, region, tp, *more)  # type: ignore[no-untyped-call]
     return result
@@ -471,6 +479,7 @@ class RowShardedLinear(nn.Module):
             quantizers=self.quantizers,
             inner=inner,
             activation=activation,
+            delays_weight_grad=scatters and not self.overlap.backward,
         )
         if not scatters:
             return reduce_from_tensor_model_parallel_region(partial, self.tp)

@@ -75,11 +75,11 @@ class GraphedLayers:
 
         Call it before a forward pass of ``modules``. Graphs add gradients too. With one micro-batch, earlier steps
         overwrite instead of add and compile other Triton variants. CUDA compiles no kernel during a capture. For the
-        same reason no sums of several layers are computed together.
+        same reason no sums of several layers are computed together, and no matmul waits for another layer.
         """
         for parameter in (parameter for module in modules for parameter in module.parameters()):
             if (main_grad := main_grad_of(parameter)) is not None:
-                main_grad.joins_sums = False
+                main_grad.may_wait = False
                 if self._num_steps_to_wait == 1:
                     main_grad.fill_if_empty()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +18,12 @@ from megatron.core.main_grad import (
     MainGrad,
     Receiver,
     WeightGradQueue,
+    _passes,
     attach_main_grad,
     bias_gradient,
+    forget_failed_passes,
     gradient_uses_of,
+    launch_delayed,
     leave_parts,
     main_grad_of,
     receive_parts,
@@ -120,9 +126,9 @@ def test_tied_weight_gets_two_contributions_and_reports_once() -> None:
     calls: list[str] = []
 
     class Recorder(MainGrad):
-        def add_matmul(self, left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> None:
+        def add_matmul(self, *operands: Any, **options: Any) -> None:
             calls.append("output layer")
-            super().add_matmul(left, right, library)
+            super().add_matmul(*operands, **options)
 
         def add_rows(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
             calls.append("embedding")
@@ -364,3 +370,103 @@ def test_outside_of_a_split_pass_nothing_is_put_off() -> None:
     assert completions == [30.0]
     with pytest.raises(KeyError):
         queue.run(0)
+
+
+class Step(torch.autograd.Function):
+    """Function whose backward pass calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, in_backward: Callable[[], None]) -> torch.Tensor:
+        ctx.in_backward = in_backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.in_backward()
+        return grad, None
+
+
+def run_backward(*steps: Callable[[], None]) -> None:
+    """Run a backward pass that calls the functions in their order."""
+    x = torch.ones(1, requires_grad=True)
+    for step in reversed(steps):
+        x = Step.apply(x, step)  # type: ignore[no-untyped-call]
+    x.backward()
+
+
+def test_a_delayed_matmul_waits_for_communication_or_the_next_one_or_the_end() -> None:
+    _, first, of_first = make_parameter()
+    _, second, of_second = make_parameter()
+    seen: list[tuple[int, int]] = []
+
+    def add(main_grad: MainGrad, delays: bool = True) -> Callable[[], None]:
+        return lambda: main_grad.add_matmul(*operands(1.0), delays=delays)
+
+    def look() -> None:
+        seen.append((len(of_first), len(of_second)))
+
+    run_backward(add(first), look, launch_delayed, look, launch_delayed, look)
+    run_backward(add(first), add(second), look)
+    look()
+    run_backward(add(first, delays=False), look)
+    # Outside of a backward pass nothing waits.
+    add(first)()
+    look()
+    assert seen == [(0, 0), (1, 0), (1, 0), (2, 0), (2, 1), (3, 1), (4, 1)]
+    assert first.tensor.tolist() == [[20.0] * 3] * 2
+    assert second.tensor.tolist() == [[5.0] * 3] * 2
+    assert not first.tensor.requires_grad
+
+
+def test_matmuls_of_captured_layers_and_of_memory_that_is_allocated_for_them_do_not_wait() -> None:
+    for name, value in (("may_wait", False), ("on_begin", lambda: None)):
+        _, main_grad, completions = make_parameter()
+        setattr(main_grad, name, value)
+        seen: list[int] = []
+        run_backward(
+            lambda main_grad=main_grad: main_grad.add_matmul(*operands(1.0), delays=True),
+            lambda completions=completions, seen=seen: seen.append(len(completions)),
+        )
+        assert seen == [1]
+
+
+def test_a_pass_inside_a_pass_launches_its_own_matmul() -> None:
+    """Recomputed layers run a backward pass inside of the outer one."""
+    (_, outer, of_outer), (_, inner, of_inner) = make_parameter(), make_parameter()
+    seen: list[tuple[int, int]] = []
+
+    def look() -> None:
+        seen.append((len(of_outer), len(of_inner)))
+
+    def nested() -> None:
+        with torch.enable_grad():
+            run_backward(lambda: inner.add_matmul(*operands(1.0), delays=True), launch_delayed, look)
+
+    run_backward(lambda: outer.add_matmul(*operands(1.0), delays=True), nested, look)
+    look()
+    assert seen == [(0, 1), (0, 1), (1, 1)]
+
+
+def test_a_failed_pass_keeps_no_operands_after_the_next_start() -> None:
+    _, main_grad, completions = make_parameter()
+    left, right = operands(1.0)
+    alive = weakref.ref(left)
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    def add() -> None:
+        nonlocal left
+        main_grad.add_matmul(left, right, delays=True)
+        del left
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run_backward(add, fail)
+    _, other, _ = make_parameter()
+    forget_failed_passes({other})
+    assert len(_passes) == 1
+    forget_failed_passes({main_grad})
+    gc.collect()
+    assert not _passes
+    assert alive() is None
+    assert completions == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,12 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core.collectives import all_gather_into
 from megatron.core.errors import ConfigurationError
 from megatron.core.main_grad import MainGrad, attach_main_grad
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.comm_overlap_config import LinearOverlap
 from megatron.core.tensor_parallel.sharded_layers import ColumnShardedLinear, RowShardedLinear, VocabShardedEmbedding
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import Fragment, fragments, named_values, reassemble, tensor_parallel_group
@@ -170,6 +174,46 @@ def test_column_then_row_equals_one_rank(sequence_parallel: bool, brings_bias_in
     gradients = reassemble([result["gradients"] for result in results], copy_tolerance=1e-12)
     for name, gradient in reassemble([expected["gradients"]]).items():
         torch.testing.assert_close(torch.from_numpy(gradients[name]), torch.from_numpy(gradient))
+
+
+def order_of_backward(overlaps_chunks: bool, delays: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Return the order of gathers and weight gradients in the backward pass of two pairs, and the gradients."""
+    tp = tensor_parallel_group()
+    layers = {f"{name} {pair}": make(tp, True) for pair in (1, 2) for name, make in (("column", column), ("row", row))}
+    events: list[str] = []
+    for name, layer in layers.items():
+        if overlaps_chunks:
+            layer.overlap = LinearOverlap(backward=True)
+        main_grad = MainGrad(torch.zeros_like(layer.weight), on_complete=functools.partial(events.append, name))
+        main_grad.may_wait = delays
+        attach_main_grad(layer.weight, main_grad)
+    x = values(tp.rank, (LENGTH // tp.size, BATCH, WIDTH), seed=3)
+    y = x.requires_grad_()
+    for layer in layers.values():
+        y = layer(y)
+
+    def gather(*arguments: Any, **options: Any) -> Any:
+        events.append("gather")
+        return all_gather_into(*arguments, **options)
+
+    with patch.object(mappings, "all_gather_into", gather):
+        y.square().sum().backward()
+    grads = {name: layer.weight.main_grad.tensor for name, layer in layers.items()}  # type: ignore[union-attr]
+    assert x.grad is not None
+    return events, {"x": x.grad, **grads}
+
+
+def test_weight_gradients_of_row_parallel_layers_wait_for_the_next_gather() -> None:
+    for late, plain, chunked in zip(
+        *(run_distributed(2, order_of_backward, *case) for case in ((False, True), (False, False), (True, True)))
+    ):
+        assert late[0] == ["gather", "column 2", "gather", "row 2", "column 1", "row 1"]
+        assert plain[0] == ["gather", "row 2", "column 2", "gather", "row 1", "column 1"]
+        # A gather that overlaps with its own matmul hides nothing else.
+        assert chunked[0] == ["row 2", "column 2", "row 1", "column 1"]
+        for name, gradient in plain[1].items():
+            assert torch.equal(late[1][name], gradient), name
+            torch.testing.assert_close(chunked[1][name], gradient)
 
 
 class Additions(TorchDispatchMode):

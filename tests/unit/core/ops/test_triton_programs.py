@@ -412,8 +412,8 @@ def check_sums_of_a_backward_pass() -> None:
     for main_grad, total in zip(main_grads, expected, strict=True):
         close(main_grad.tensor, total)
     # Neither memory that is allocated for the first contribution nor communication waits, nor do captured layers.
-    for change in ({"on_begin": lambda: None}, {"joins_sums": False}, {"is_awaited": lambda: True}):
-        main_grads[0].on_begin, main_grads[0].joins_sums = None, True
+    for change in ({"on_begin": lambda: None}, {"may_wait": False}, {"is_awaited": lambda: True}):
+        main_grads[0].on_begin, main_grads[0].may_wait = None, True
         for name, value in change.items():
             setattr(main_grads[0], name, value)
         with patch.object(triton_package, "sum_parts", count, create=True):
