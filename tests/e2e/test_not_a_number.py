@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from safetensors.numpy import load_file
 
 import pretrain_gpt
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.main_grad import MainGrad
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from tests.e2e.toy_run import newest, toy_args
 from tests.harness.faults import Faults, run_with_faults
@@ -58,6 +64,52 @@ def test_a_bad_gradient_stops_the_run_and_is_named(num_processes: int, layout: s
     resumed = fork_training(args, num_processes).check()
     assert [line["iteration"] for line in resumed.iterations()] == list(range(1, 21))
     assert all(np.isfinite(line["lm_loss"]) for line in resumed.iterations())
+
+
+OF_FC2 = (32, 128)
+"""Shape of the weights of the second layers of MLPs; no other weight has it."""
+
+
+def spoil_large_gradients(argv: Sequence[str], faults: Faults, microbatches: Container[int]) -> int:
+    """Train with a rank that computes NaN for weight gradients in some of its micro-batches.
+
+    No gradient is small enough for its norm to be recorded in every step.
+    """
+    forward, numbers = pretrain_gpt.forward_step, itertools.count(1)
+    write, is_broken = MainGrad._add_matmul_now, False
+
+    def counted(*args: Any) -> ChunkResult:
+        nonlocal is_broken
+        is_broken = next(numbers) in microbatches and dist.get_rank() == faults.rank
+        return forward(*args)
+
+    def spoiled(main_grad: MainGrad, left: torch.Tensor, *others: Any) -> None:
+        is_bad = is_broken and main_grad.tensor.shape == OF_FC2
+        write(main_grad, left * math.nan if is_bad else left, *others)
+
+    pretrain_gpt.forward_step, MainGrad._add_matmul_now = counted, spoiled  # type: ignore[assignment]
+    param_and_grad_buffer._LARGEST_SMALL = 0
+    return run_with_faults(argv, faults)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "found"),
+    [
+        # The norms of its first computation are unknown.
+        ((6,), "transient device: .*: the device of a rank that cannot be distinguished from the others"),
+        (range(6, 10**6), "persistent device: .*: the device of rank 1 on "),
+    ],
+)
+def test_a_rank_with_a_bad_large_gradient_is_named_if_it_is_bad_again(
+    microbatches: Container[int], found: str, tmp_path: Path
+) -> None:
+    program = functools.partial(spoil_large_gradients, microbatches=microbatches)
+    run = fork_training(toy_args(tmp_path), 2, Faults(rank=1), program=program)
+    assert set(run.statuses) == {1}
+    (line,) = [line for line in run.errors[0].splitlines() if line.startswith("error: iteration 6: ")]
+    names = "decoder.layers.1.mlp.linear_fc2.weight, decoder.layers.0.mlp.linear_fc2.weight"
+    assert f"; the sum over ranks: {names}; no parameter was changed" in line
+    assert re.search(found, line), line
 
 
 def test_a_bad_loss_stops_the_run(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +21,12 @@ from megatron.core.distributed.fully_sharded_data_parallel import (
     ShardedWeights,
     unit_labels,
 )
-from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, ReductionPlan, await_in_forward
+from megatron.core.distributed.param_and_grad_buffer import (
+    ParamAndGradBuffer,
+    ReductionPlan,
+    await_in_forward,
+    is_small,
+)
 from megatron.core.distributed.param_layout import plan_buckets
 from megatron.core.main_grad import forget_failed_passes, main_grad_of
 from megatron.core.parallel_state import ParallelState
@@ -29,6 +34,17 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import spec_of
 from megatron.core.weight_prefetch import alloc_storage
+
+
+class LocalGradNorm(NamedTuple):
+    """Norm of a parameter's gradient on this rank before the reduction; infinite or NaN if a value is not finite.
+
+    Norms of small gradients are recorded in every step, those of others only in steps that are computed again.
+    """
+
+    name: str
+    norm: float
+    is_small: bool
 
 
 class DistributedDataParallel(nn.Module):
@@ -214,25 +230,41 @@ class DistributedDataParallel(nn.Module):
         for buffer in self.grad_buffers:
             buffer.scale(factor)
 
-    def local_grad_norms(self) -> list[tuple[str, float]]:
-        """Return each parameter's name and the norm of its gradient on this rank before the reduction.
+    @contextlib.contextmanager
+    def recording_all_norms(self) -> Iterator[None]:
+        """Record the local norms of all gradients of the steps inside the context, not only of small ones."""
+        for buffer in self.grad_buffers:
+            buffer.records_all_norms = True
+        try:
+            yield
+        finally:
+            for buffer in self.grad_buffers:
+                buffer.records_all_norms = False
 
-        A norm is NaN or infinite if the gradient is not finite or its squares overflow. Only for error reports, because
-        it waits for the device.
+    def local_grad_norms(self) -> list[LocalGradNorm]:
+        """Return the norms of parameters' gradients on this rank before the reduction, as far as they are known.
+
+        Those of large gradients are known inside `recording_all_norms`, or if gradients are not reduced. Only for error
+        reports, because it waits for the device.
         """
         found = []
         for buffer in self.grad_buffers:
             for bucket in buffer.buckets:
-                norms = bucket.local_norms or torch._foreach_norm([g.tensor for g in bucket.main_grads])
-                found += [(spec_of(p).name, float(norm)) for p, norm in zip(buffer.parameters_of(bucket), norms)]
+                parameters, norms = buffer.parameters_of(bucket), bucket.local_norms
+                if buffer.group.size == 1:
+                    norms = torch._foreach_norm([each.tensor for each in bucket.main_grads])
+                else:
+                    parameters = tuple(parameters[index] for index in bucket.recorded)
+                for parameter, norm in zip(parameters, norms, strict=True):
+                    found.append(LocalGradNorm(spec_of(parameter).name, float(norm), is_small(parameter)))
         return found
 
     def names_of_bad_local_gradients(self) -> list[str]:
-        """Return the names of parameters whose gradient on this rank was not finite before the reduction.
+        """Return the names of parameters whose gradient on this rank is known not to be finite before the reduction.
 
         Only for error reports, because it waits for the device.
         """
-        return [name for name, norm in self.local_grad_norms() if not math.isfinite(norm)]
+        return [each.name for each in self.local_grad_norms() if not math.isfinite(each.norm)]
 
 
 def _gather_nothing() -> None:

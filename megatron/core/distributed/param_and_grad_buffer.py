@@ -36,8 +36,9 @@ class ReductionPlan:
       ``num_averaged`` is this number if it differs from the group size: ranks that hold the same expert also receive
       tokens of other ranks.
     - ``overlap`` starts reducing a bucket as soon as its last gradient has arrived.
-    - ``record_local_norms`` keeps the norm of each parameter's gradient before the reduction: afterwards no rank could
-      tell which rank contributed a non-finite value.
+    - ``record_local_norms`` keeps the norms of small gradients before the reduction: afterwards no rank could tell
+      which rank contributed a non-finite value. Norms of all gradients take a read of all gradients, so they are kept
+      only while a failed step is computed again.
     - ``fuse_accumulation`` adds a weight gradient's matmul to the main gradient in one kernel, without rounding it to
     16
       bits first, if the device supports it.
@@ -75,14 +76,26 @@ class BucketShard:
     gradient: torch.Tensor
 
 
+_LARGEST_SMALL = 2**17
+
+
+def is_small(gradient: torch.Tensor) -> bool:
+    """Return whether the local norm of a gradient of this size is recorded in every step."""
+    return gradient.numel() <= _LARGEST_SMALL
+
+
 @dataclass
 class GradBucket:
-    """One bucket of the buffer, and its state since the last reset."""
+    """One bucket of the buffer, and its state since the last reset.
+
+    ``local_norms`` are those of the main gradients with the indices ``recorded``.
+    """
 
     layout: BucketLayout
     main_grads: tuple[MainGrad, ...]
     completed: set[int] = field(default_factory=set)
     work: PendingWork | None = None
+    recorded: tuple[int, ...] = ()
     local_norms: tuple[torch.Tensor, ...] = ()
 
     @property
@@ -92,14 +105,21 @@ class GradBucket:
     def reset(self) -> None:
         """Restart the count of completed gradients, and discard all accumulated gradients."""
         self.completed.clear()
-        self.local_norms = ()
+        self.recorded = self.local_norms = ()
         for main_grad in self.main_grads:
             main_grad.reset()
 
-    def add_local_norms(self) -> None:
-        """Add the norm of each main gradient; a non-finite value makes the sum non-finite."""
-        norms = torch._foreach_norm([grad.tensor for grad in self.main_grads])
-        self.local_norms = tuple(torch._foreach_add(self.local_norms, norms) if self.local_norms else norms)
+    def add_local_norms(self, records_all: bool) -> None:
+        """Add the norms of small main gradients, or of all; a non-finite value makes the sum non-finite.
+
+        All additions between two resets must be of the same gradients.
+        """
+        tensors = [main_grad.tensor for main_grad in self.main_grads]
+        recorded = [index for index, each in enumerate(tensors) if records_all or is_small(each)]
+        if recorded:
+            norms = torch._foreach_norm([tensors[index] for index in recorded])
+            self.local_norms = tuple(torch._foreach_add(self.local_norms, norms) if self.local_norms else norms)
+            self.recorded = tuple(recorded)
 
 
 class ParamAndGradBuffer:
@@ -127,6 +147,8 @@ class ParamAndGradBuffer:
         self.group = group
         self.plan = plan
         self._counts_as_last_microbatch = counts_as_last_microbatch
+        self.records_all_norms = False
+        """Whether the local norms of all gradients are recorded, as opposed to those of small gradients."""
         first = parameters[0]
         self.flat_parameters: FlatParameters | None = None
         self._fuses_products = plan.fuse_accumulation and adds_wide_products(first.dtype, grad_dtype, first.device)
@@ -264,7 +286,7 @@ class ParamAndGradBuffer:
     def _reduce(self, bucket: GradBucket, whole: torch.Tensor, shard: torch.Tensor) -> PendingWork | None:
         """Reduce a full bucket in place or, if the plan shards, into ``shard``, which may be a part of it."""
         if self.plan.record_local_norms:
-            bucket.add_local_norms()
+            bucket.add_local_norms(self.records_all_norms)
         op = "sum"
         if self.plan.average:
             num_averaged = self.plan.num_averaged or self.group.size

@@ -296,14 +296,15 @@ def check_weights(model_chunks: Sequence[DistributedDataParallel], world: Group)
 def describe_bad_gradients(model_chunks: Sequence[DistributedDataParallel], world: Group, loss_scale: float) -> str:
     """Describe the reduced gradients, and the parameters whose local gradients were not finite, by rank; collective.
 
-    Finite gradients whose squares overflow are reported as too large, with the largest values.
+    If no rank has recorded a local gradient that was not finite, the parameters are named whose reduced gradients are
+    not. Finite gradients whose squares overflow are reported as too large, with the largest values.
     """
     bad = [name for chunk in model_chunks for name in chunk.names_of_bad_local_gradients()]
     shards = [shard for chunk in model_chunks for shard in chunk.shards if shard.gradient.numel()]
     largest = [(shard.spec.name, float(shard.gradient.abs().max()) / loss_scale) for shard in shards]
-    is_finite = all(bool(torch.isfinite(shard.gradient).all()) for shard in shards)
-    reports = all_gather_objects((bad, is_finite, sorted(largest, key=lambda each: -each[1])[:_NUM_NAMED]), world)
-    if all(finite for _, finite, _ in reports):
+    bad_sums = [shard.spec.name for shard in shards if not torch.isfinite(shard.gradient).all()]
+    reports = all_gather_objects((bad, bad_sums, sorted(largest, key=lambda each: -each[1])[:_NUM_NAMED]), world)
+    if not any(sums for _, sums, _ in reports):
         values: dict[str, float] = {}
         for _, _, top in reports:
             for name, value in top:
@@ -313,11 +314,15 @@ def describe_bad_gradients(model_chunks: Sequence[DistributedDataParallel], worl
             "the gradient is too large: all its elements are finite, but its norm overflows; the largest elements are "
             f"{', '.join(f'{value:.3g} in {name}' for name, value in named)}"
         )
-    ranks = [
-        f"rank {rank}: {', '.join(names[:_NUM_NAMED])}"
-        + (f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else "")
-        for rank, (names, _, _) in zip(world.ranks, reports)
-        if names
-    ]
-    where = "; ".join(ranks[:_NUM_RANKS_NAMED]) or "each gradient was finite on its rank, but their sum is not"
+    ranks = [f"rank {rank}: {_named(names)}" for rank, (names, _, _) in zip(world.ranks, reports) if names]
+    where = "; ".join(ranks[:_NUM_RANKS_NAMED])
+    if not where:
+        # A parameter may be sharded over ranks.
+        sums = dict.fromkeys(name for _, names, _ in reports for name in names)
+        where = f"the sum over ranks: {_named([*sums])}"
     return f"a gradient is not finite before the optimizer step; {where}"
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return ", ".join(names[:_NUM_NAMED]) + more

@@ -8,7 +8,7 @@ import platform
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -79,10 +79,11 @@ _TOLERANCE = 1.0e-3
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Values of one rank: one for each chunk and micro-batch, and the norm of its own gradients.
+    """Values of one rank: one for each chunk and micro-batch, and the norms of its own gradients.
 
     ``forward`` has the loss of the last chunk and the L1 norm of the hidden states of every other chunk, before any
-    communication. ``gradient`` is the norm before the reduction, or None if unknown.
+    communication. ``gradient`` is the norm of small gradients before the reduction, or None if unknown.
+    ``large_gradient`` is that of all others, which is recorded only in a step that is computed again.
     """
 
     rank: int
@@ -90,6 +91,7 @@ class RankTrace:
     place: Mapping[str, int]
     forward: Mapping[tuple[int, int], float]
     gradient: float | None
+    large_gradient: float | None = None
 
     def stage_values(self, chunk: int) -> list[float]:
         """Return the values of one chunk by micro-batch."""
@@ -118,13 +120,15 @@ class StepTrace:
 
     def gather(self, chunks: Sequence[DistributedDataParallel], state: ParallelState) -> list[RankTrace]:
         """Gather the values of all ranks; collective, and the host waits for the device."""
-        gradient = None
+        gradient = large_gradient = None
         if all(chunk.config.check_for_nan_in_loss_and_grad for chunk in chunks):
-            gradient = math.sqrt(sum(norm * norm for chunk in chunks for _, norm in chunk.local_grad_norms()))
+            norms = [each for chunk in chunks for each in chunk.local_grad_norms()]
+            gradient = math.hypot(*(each.norm for each in norms if each.is_small))
+            large = [each.norm for each in norms if not each.is_small]
+            large_gradient = math.hypot(*large) if large else None
         forward = {key: float(figure) for key, figure in self._forward.items()}
-        return all_gather_objects(
-            RankTrace(state.rank, platform.node(), dict(state.place), forward, gradient), state.world
-        )
+        trace = RankTrace(state.rank, platform.node(), dict(state.place), forward, gradient, large_gradient)
+        return all_gather_objects(trace, state.world)
 
 
 def is_same(one: float | None, other: float | None) -> bool:
@@ -151,34 +155,38 @@ def ranks_that_differ(first: Sequence[RankTrace], second: Sequence[RankTrace]) -
         ]
         if found:
             return found
-    differing = [one for one, other in zip(first, second, strict=True) if not is_same(one.gradient, other.gradient)]
+    differing = [one for one, other in zip(first, second, strict=True) if not _has_same_gradients(one, other)]
     last = max((trace.place["pp"] for trace in differing), default=0)
     return [trace for trace in differing if trace.place["pp"] == last]
 
 
+def _has_same_gradients(one: RankTrace, other: RankTrace) -> bool:
+    """Return whether the gradients of two computations are equal, as far as both have recorded them."""
+    is_known = one.large_gradient is not None and other.large_gradient is not None
+    return is_same(one.gradient, other.gradient) and (not is_known or is_same(one.large_gradient, other.large_gradient))
+
+
 def ranks_not_finite(traces: Sequence[RankTrace]) -> list[RankTrace]:
     """Return the ranks at which a computation first became non-finite, in the order of the data flow."""
-    marked = [
-        dataclasses.replace(
-            each,
-            forward={key: _mark(value) for key, value in each.forward.items()},
-            gradient=None if each.gradient is None else _mark(each.gradient),
-        )
-        for each in traces
-    ]
-    clean = [
-        dataclasses.replace(
-            each,
-            forward=dict.fromkeys(each.forward, 0.0),
-            gradient=None if each.gradient is None else 0.0,
-        )
-        for each in traces
-    ]
-    return ranks_that_differ(marked, clean)
+    return ranks_that_differ(
+        [_with_values(each, _mark) for each in traces], [_with_values(each, _zero) for each in traces]
+    )
+
+
+def _with_values(trace: RankTrace, change: Callable[[float], float]) -> RankTrace:
+    """Return a trace in which each known value is changed by a function."""
+    gradients = (trace.gradient, trace.large_gradient)
+    gradient, large_gradient = (None if value is None else change(value) for value in gradients)
+    forward = {key: change(value) for key, value in trace.forward.items()}
+    return dataclasses.replace(trace, forward=forward, gradient=gradient, large_gradient=large_gradient)
 
 
 def _mark(value: float) -> float:
     return 0.0 if math.isfinite(value) else math.nan
+
+
+def _zero(value: float) -> float:
+    return 0.0
 
 
 def describe_ranks(traces: Sequence[RankTrace]) -> str:
@@ -381,7 +389,11 @@ class StepReplay:
 
     def _compute(self, step: TrainingStep, begun: BegunStep, consumed: int | None = None, shift: int = 0) -> Observed:
         self.prepare()
-        with closing(self.open_source(begun.consumed_samples if consumed is None else consumed, shift)) as source:
+        with ExitStack() as stack:
+            for chunk in self.parts.ddp_chunks:
+                stack.enter_context(chunk.recording_all_norms())
+            start = begun.consumed_samples if consumed is None else consumed
+            source = stack.enter_context(closing(self.open_source(start, shift)))
             result = step.compute(source, begun, shift)
         return self.first(read_agreement(sum_over_ranks(result, None, self.runtime), self.runtime, ()))
 
@@ -507,5 +519,5 @@ def _place(trace: RankTrace, copy: int | None = None) -> tuple[int, ...]:
 
 def _worst(trace: RankTrace) -> float:
     """Return the largest value of a rank, or infinity if a value is not finite."""
-    figures = [*trace.forward.values(), trace.gradient or 0.0]
+    figures = [*trace.forward.values(), trace.gradient or 0.0, trace.large_gradient or 0.0]
     return max(abs(figure) if math.isfinite(figure) else math.inf for figure in figures)

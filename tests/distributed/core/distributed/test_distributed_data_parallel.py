@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
 
 from megatron.core.collectives import all_reduce
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -17,7 +20,7 @@ from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import CollectiveCall
-from megatron.core.sharding import ParamSpec, attach_spec, full_shards, held_of
+from megatron.core.sharding import ParamSpec, attach_spec, full_shards, held_of, spec_of
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.unit.core.distributed.toy_model import ToyModel, autograd_gradients, batch
 
@@ -156,6 +159,56 @@ def test_parameters_unused_on_some_ranks_do_not_mix_collectives_up() -> None:
     for gradients in results:
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14)
+
+
+SMALL = {"norm.weight", "fc1.bias"}
+
+
+def recorded_norms(options: dict[str, object]) -> tuple[list[dict[str, float]], list[list[str]], dict[str, float]]:
+    """Return the local norms of two steps, the names of bad gradients, and the norms of this rank's own gradients.
+
+    Only the second step records the norms of large gradients. In later steps rank 1 has a NaN in a small gradient, and
+    then in a large one.
+    """
+    state = create_parallel_state(ParallelSizes())
+    model = ToyModel()
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(**options), state)
+
+    def step(spoiled: nn.Parameter | None = None) -> None:
+        ddp.zero_grad_buffer()
+        ddp(*batch(state.rank)).backward()
+        if spoiled is not None and state.rank == 1:
+            main_grad_of(spoiled).tensor.view(-1)[1] = float("nan")
+        ddp.finish_grad_sync()
+
+    def norms() -> dict[str, float]:
+        found = ddp.local_grad_norms()
+        assert all(each.is_small == (each.name in SMALL) for each in found)
+        return {each.name: each.norm for each in found}
+
+    with patch.object(param_and_grad_buffer, "_LARGEST_SMALL", 10):
+        step()
+        found = [norms()]
+        with ddp.recording_all_norms():
+            step()
+        found.append(norms())
+        bad = []
+        for spoiled in (model.norm, model.fc2):
+            step(spoiled)
+            bad.append(ddp.names_of_bad_local_gradients())
+        with ddp.recording_all_norms():
+            step(model.fc2)
+        bad.append(ddp.names_of_bad_local_gradients())
+    own = autograd_gradients([state.rank])
+    return found, bad, {spec_of(each).name: own[name].norm().item() for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": True}])
+def test_only_norms_of_small_gradients_are_recorded_unless_a_step_is_computed_again(options: dict[str, object]) -> None:
+    for rank, ((small, of_all), bad, own) in enumerate(run_distributed(2, recorded_norms, options)):
+        assert small == pytest.approx({name: own[name] for name in SMALL}, rel=1e-12)
+        assert of_all == pytest.approx(own, rel=1e-12)
+        assert bad == ([["norm.weight"], [], ["fc2.weight"]] if rank == 1 else [[], [], []])
 
 
 def check_after_change(rank_to_change: int) -> None:

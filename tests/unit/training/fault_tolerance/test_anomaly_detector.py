@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -125,6 +126,15 @@ def test_the_first_in_the_forward_pass_is_blamed() -> None:
 def test_the_last_stage_is_blamed_where_gradients_alone_differ() -> None:
     assert blamed({}, {0: 4.0, 1: 4.0, 5: 4.0}) == [5]
     assert blamed({}, {2: 3.0001}) == []
+
+
+def test_gradients_that_one_computation_has_not_recorded_are_not_compared() -> None:
+    first, again = traces({}, {}), [dataclasses.replace(trace, large_gradient=5.0) for trace in GOOD]
+    assert ranks_that_differ(first, again) == []
+    moved = [dataclasses.replace(trace, large_gradient=5.0 + (trace.rank == 4)) for trace in GOOD]
+    assert [trace.rank for trace in ranks_that_differ(again, moved)] == [4]
+    bad = [dataclasses.replace(trace, large_gradient=math.nan if trace.rank == 3 else 5.0) for trace in GOOD]
+    assert [trace.rank for trace in ranks_not_finite(bad)] == [3]
 
 
 def test_what_is_not_finite_is_found_without_another_computation() -> None:
