@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -444,10 +444,13 @@ def launch_delayed() -> None:
         this_pass.launch_delayed()
 
 
-def forget_failed_passes(main_grads: Container[MainGrad | None]) -> None:
+def forget_failed_passes(main_grads: Iterable[MainGrad | None]) -> None:
     """Release the operands that failed backward passes hold for these gradients; call it outside of their passes."""
+    if not _passes:
+        return
+    own = set(main_grads) - {None}
     for number, of_pass in list(_passes.items()):
-        if of_pass.delayed_grad is not None and of_pass.delayed_grad in main_grads:
+        if of_pass.delayed_grad in own:
             del _passes[number]
 
 

@@ -185,7 +185,7 @@ class DistributedDataParallel(nn.Module):
 
     def zero_grad_buffer(self) -> None:
         """Start an iteration: discard accumulated gradients, without writing memory."""
-        forget_failed_passes({main_grad_of(parameter) for parameter in self.module.parameters()})
+        forget_failed_passes(main_grad_of(parameter) for parameter in self.module.parameters())
         for buffer in self.grad_buffers:
             buffer.reset()
 

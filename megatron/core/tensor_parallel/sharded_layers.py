@@ -466,6 +466,10 @@ class RowShardedLinear(nn.Module):
         elif bias is not None and scatters:
             # The bias's gradient covers this rank's part of the sequence, like that of other replicated parameters.
             in_product, in_sum = (bias.detach(), bias) if self.brings_bias_into_sum else (None, None)
+        # A gather in chunks already overlaps with a GEMM. Quantized chunks need symmetric memory.
+        gathers_chunks = product_scatters and self.overlap.backward
+        if self.quantizers is not None:
+            gathers_chunks = gathers_chunks and self.overlap.uses_symmetric_memory
         partial = tensor_parallel_linear(
             x,
             self.weight,
@@ -479,7 +483,7 @@ class RowShardedLinear(nn.Module):
             quantizers=self.quantizers,
             inner=inner,
             activation=activation,
-            delays_weight_grad=scatters and not self.overlap.backward,
+            delays_weight_grad=scatters and not gathers_chunks,
         )
         if not scatters:
             return reduce_from_tensor_model_parallel_region(partial, self.tp)
