@@ -19,7 +19,6 @@ import json
 import os
 import pickle
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from floor import floor_step
+from turns import start_stopped, take_turns
 
 if TYPE_CHECKING:
     import torch
@@ -220,38 +220,17 @@ def _measure(shape: str, threads: int, nanogpt: Path | None, turn_s: float) -> d
     """Run all contestants in turns, each in a fresh process, and return their times after the warm-up."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
-        processes = {}
+        processes = []
         for role in _ROLES:
             command = [sys.executable, __file__, "--role", role, "--shapes", shape]
             command += ["--output", f"{folder}/{role}.json"] + ([] if nanogpt is None else ["--nanogpt", str(nanogpt)])
-            processes[role] = subprocess.Popen(
-                command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
-            )
-            os.killpg(processes[role].pid, signal.SIGSTOP)
-        try:
-            while any(process.returncode is None for process in processes.values()):
-                for process in processes.values():
-                    if process.returncode is None:
-                        _run_for(process, turn_s)
-        finally:
-            for process in processes.values():
-                if process.returncode is None:
-                    os.killpg(process.pid, signal.SIGKILL)
+            processes.append([start_stopped(command, env=environment, stdout=subprocess.DEVNULL)])
+        take_turns(processes, turn_s)
         times = {role: json.loads(Path(f"{folder}/{role}.json").read_text(encoding="utf-8")) for role in _ROLES}
     return {
         role: _undisturbed(values[SHAPES[shape].num_warmup // SHAPES[shape].interval :])
         for role, values in times.items()
     }
-
-
-def _run_for(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Let a stopped process and its children run for a while; raise CalledProcessError if it failed."""
-    os.killpg(process.pid, signal.SIGCONT)
-    try:
-        if process.wait(seconds):
-            raise subprocess.CalledProcessError(process.returncode, process.args)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGSTOP)
 
 
 def _undisturbed(times: list[float]) -> list[float]:

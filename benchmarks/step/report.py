@@ -80,9 +80,10 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         f"# Training step, {result['date']}",
         "",
-        f"{size}; tied embeddings, AdamW, no dropout. {result['rounds']} alternating rounds in fresh processes, each "
-        f"{result['measured_steps']} steps after {result['warmup_steps']} of warm-up. Medians, quartiles in brackets; "
-        "processor time is user + system over all processes (threads that wait spin, which counts).",
+        f"{size}; tied embeddings, AdamW, no dropout. {result['rounds']} rounds of fresh processes, which run in turns "
+        f"of {result['turn_s']:g} s, each {result['measured_steps']} steps after {result['warmup_steps']} of warm-up. "
+        "Medians, quartiles in brackets; processor time is user + system over all processes (threads that wait spin, "
+        "which counts).",
         "",
         "Machine: " + ", ".join(f"{key} {value}" for key, value in result["machine"].items()) + ". "
         f"Load average before the runs: {load['min']:.1f} to {load['max']:.1f}. Steps count during which other work "

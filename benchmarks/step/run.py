@@ -1,7 +1,8 @@
 """Measure the training step: this project against itself and, where it is there, megatron-core.
 
-Contestants run alternately, each time in fresh processes: A B C A B C ... Medians over all measured steps are printed
-with their quartiles, and written as JSON and Markdown under benchmarks/results.
+In each round the contestants are fresh processes that run in turns of some seconds, while all others are stopped: A B C
+A B C ... Medians over all measured steps are printed with their quartiles, and written as JSON and Markdown under
+benchmarks/results. Steps in which a contestant was stopped are not counted.
 
     python benchmarks/step/run.py --reference-python /path/to/venv/bin/python
 """
@@ -14,6 +15,7 @@ import json
 import os
 import platform
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from report import markdown, steps_of, summarize
+from turns import start_stopped, take_turns
 from workload import Workload, add_workload_arguments, workload_of, workload_options
 
 _HERE = Path(__file__).parent
@@ -84,36 +87,58 @@ def contestants(base: Workload, dtypes: list[str], threads: int) -> list[Contest
     return result
 
 
-def measure(contestant: Contestant, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Run a contestant once and return what each of its processes measured."""
-    command = [str(options.reference_python) if contestant.is_reference else sys.executable]
-    if contestant.num_processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(contestant.num_processes)]
-    command += [str(_HERE / contestant.script), *workload_options(contestant.workload)]
+def start(contestant: Contestant, options: argparse.Namespace, folder: Path) -> list[subprocess.Popen[bytes]]:
+    """Start the stopped processes of all runs of a contestant, which print to files next to their results."""
+    python = str(options.reference_python) if contestant.is_reference else sys.executable
+    command = [python, str(_HERE / contestant.script), *workload_options(contestant.workload)]
     command += ["--num-warmup", str(options.num_warmup), "--num-steps", str(options.num_steps)]
     if contestant.is_reference:
         command += ["--initial-weights", str(folder / "weights.npz")]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(contestant.threads)}
-    outputs = [folder / f"run-{copy}" for copy in range(contestant.copies)]
-    started = [
-        subprocess.Popen(
-            [*command, "--output", str(output)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for output in outputs
-    ]
-    for process in started:
-        printed, _ = process.communicate()
-        if process.returncode != 0:
-            raise SystemExit(f"{contestant.name} failed with status {process.returncode}:\n{printed[-4000:]}")
-    return [
-        json.loads(output.with_suffix(f".{rank}.json").read_text())
-        for output in outputs
-        for rank in range(contestant.num_processes)
-    ]
+    processes = []
+    for output in outputs_of(contestant, folder):
+        output.parent.mkdir(exist_ok=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(contestant.threads)}
+        if contestant.num_processes > 1:
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = str(contestant.num_processes)
+        for rank in range(contestant.num_processes):
+            if contestant.num_processes > 1:
+                environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with output.with_suffix(f".{rank}.txt").open("wb") as printed:
+                processes.append(
+                    start_stopped(
+                        [*command, "--output", str(output)], env=environment, stdout=printed, stderr=subprocess.STDOUT
+                    )
+                )
+    return processes
+
+
+def outputs_of(contestant: Contestant, folder: Path) -> list[Path]:
+    """Return where the runs of a contestant write, each process with a suffix."""
+    return [folder / re.sub(r"\W+", "-", contestant.name) / f"run-{copy}" for copy in range(contestant.copies)]
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def measure(several: list[Contestant], options: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Run some contestants once, in turns, and return what each of their processes measured, by contestant."""
+    try:
+        take_turns([start(contestant, options, folder) for contestant in several], options.turn)
+    except subprocess.CalledProcessError as error:
+        printed = [path.read_text(errors="replace")[-4000:] for path in sorted(folder.glob("*/*.txt"))]
+        raise SystemExit("\n".join([f"a contestant failed with status {error.returncode}:", *printed])) from None
+    return {
+        contestant.name: [
+            json.loads(output.with_suffix(f".{rank}.json").read_text())
+            for output in outputs_of(contestant, folder)
+            for rank in range(contestant.num_processes)
+        ]
+        for contestant in several
+    }
 
 
 def write_initial_weights(workload: Workload, path: Path) -> None:
@@ -150,11 +175,12 @@ def main() -> None:
     parser.add_argument("--num-rounds", type=int, default=5)
     parser.add_argument("--num-warmup", type=int, default=2)
     parser.add_argument("--num-steps", type=int, default=4)
+    parser.add_argument("--turn", type=float, default=15.0, metavar="SECONDS", help="how long a contestant runs")
     parser.add_argument("--threads", type=int, default=2, help="threads of a contestant of one process")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--only", default="", help="run the contestants whose names this regular expression finds")
     parser.add_argument(
-        "--max-others", type=float, default=1.0, help="count steps during which other work took at most this share"
+        "--max-others", type=float, default=0.5, help="count steps during which other work took at most this share"
     )
     parser.add_argument("--hardware", default="cpu", help="word for the hardware in the names of the result files")
     parser.add_argument("--results", type=Path, default=_ROOT / "benchmarks" / "results")
@@ -172,10 +198,10 @@ def main() -> None:
         # A dense model among models of experts is not the reference's, and draws its own weights.
         write_initial_weights(selected[-1].workload, folder / "weights.npz")
         for number in range(options.num_rounds):
-            for contestant in selected:
-                loads.append(os.getloadavg()[0])
-                runs[contestant.name].append(measure(contestant, options, folder))
-                print(f"round {number + 1}, {contestant.name}: {describe(runs[contestant.name][-1])}", flush=True)
+            loads.append(os.getloadavg()[0])
+            for contestant, of_contestant in measure(selected, options, folder).items():
+                runs[contestant].append(of_contestant)
+                print(f"round {number + 1}, {contestant}: {describe(of_contestant)}", flush=True)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     result = {
         "date": today,
@@ -183,6 +209,7 @@ def main() -> None:
         "max_others": options.max_others,
         "load_average": {"min": min(loads), "max": max(loads)},
         "rounds": options.num_rounds,
+        "turn_s": options.turn,
         "warmup_steps": options.num_warmup,
         "measured_steps": options.num_steps,
         "contestants": [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -223,7 +224,7 @@ class MainGrad:
         if this_pass is None:
             contribution(*operands)
         else:
-            this_pass.delay(self, functools.partial(contribution, *operands))
+            this_pass.delay(functools.partial(contribution, *operands))
 
     def _defer(self, contribution: Callable[..., None], *operands: Any) -> bool:
         """Defer a contribution if the queue is collecting, and return whether it was deferred.
@@ -395,17 +396,16 @@ class _BackwardPass:
 
     def __init__(self) -> None:
         self.sums = _PendingSums()
-        self.delayed_grad: MainGrad | None = None
         self._delayed: Callable[[], None] | None = None
 
-    def delay(self, main_grad: MainGrad, contribution: Callable[[], None]) -> None:
+    def delay(self, contribution: Callable[[], None]) -> None:
         """Delay a contribution; an earlier one is launched first, so that the operands of only one stay in memory."""
         self.launch_delayed()
-        self.delayed_grad, self._delayed = main_grad, contribution
+        self._delayed = contribution
 
     def launch_delayed(self) -> None:
         """Launch the delayed contribution, if there is one."""
-        contribution, self.delayed_grad, self._delayed = self._delayed, None, None
+        contribution, self._delayed = self._delayed, None
         if contribution is not None:
             # Without recording: at the end of a backward pass autograd may be on.
             with torch.no_grad():
@@ -417,8 +417,8 @@ class _BackwardPass:
         self.sums.run()
 
 
-_passes: dict[int, _BackwardPass] = {}
-"""By the number that autograd gives a backward pass."""
+_passes: weakref.WeakValueDictionary[int, _BackwardPass] = weakref.WeakValueDictionary()
+"""By the number that autograd gives a backward pass. Autograd keeps each until its pass has ended or failed."""
 _NO_PASS = -1
 
 
@@ -427,10 +427,11 @@ def _backward_pass() -> _BackwardPass | None:
     number = torch._C._current_graph_task_id()
     if number == _NO_PASS:
         return None
-    if number not in _passes:
-        _passes[number] = _BackwardPass()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _passes.pop(number).end())
-    return _passes[number]
+    this_pass = _passes.get(number)
+    if this_pass is None:
+        this_pass = _passes[number] = _BackwardPass()
+        torch.autograd.Variable._execution_engine.queue_callback(this_pass.end)
+    return this_pass
 
 
 def launch_delayed() -> None:
@@ -442,16 +443,6 @@ def launch_delayed() -> None:
     this_pass = _passes.get(torch._C._current_graph_task_id())
     if this_pass is not None:
         this_pass.launch_delayed()
-
-
-def forget_failed_passes(main_grads: Iterable[MainGrad | None]) -> None:
-    """Release the operands that failed backward passes hold for these gradients; call it outside of their passes."""
-    if not _passes:
-        return
-    own = set(main_grads) - {None}
-    for number, of_pass in list(_passes.items()):
-        if of_pass.delayed_grad in own:
-            del _passes[number]
 
 
 def _sum(parts: Sequence[torch.Tensor], totals: Sequence[torch.Tensor], adds: Sequence[bool]) -> None:

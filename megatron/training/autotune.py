@@ -16,7 +16,7 @@ from megatron.config import RunConfig, recorded_config
 from megatron.core.available_cores import count_cores, measure_idle_cores, threads_per_process
 from megatron.core.collectives import all_reduce, any_rank, broadcast_object
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.main_grad import MainGrad
+from megatron.core.main_grad import MainGrad, attach_main_grad
 from megatron.core.object_store import as_path
 from megatron.core.ops import (
     Float8Recipe,
@@ -360,23 +360,38 @@ def measure_overlap(
     dtype: torch.dtype,
     library: str,
 ) -> tuple[float, float]:
-    """Measure a feed-forward layer, forward and backward, with and without overlapped chunks; collective.
+    """Measure two feed-forward layers, forward and backward, with and without overlapped chunks; collective.
 
-    The result is this rank's minimum of seconds for each. Rounds alternate, with the same number on every rank. Shapes:
-    ``sizes`` are ``s, b, h``.
+    Without chunks, a weight gradient of one layer overlaps with a gather of the other. The result is this rank's
+    minimum of seconds for each. Rounds alternate, with the same number on every rank. Shapes: ``sizes`` are ``s, b,
+    h``.
     """
     length, batch, width = sizes
     # Ones, because random numbers would advance the run's random streams.
     x = torch.ones(length // tp.size, batch, width, dtype=dtype, requires_grad=True)
-    up = torch.ones(inner, width, dtype=dtype, requires_grad=True)
-    down = torch.ones(width, inner, dtype=dtype, requires_grad=True)
+    layers = []
+    for _ in range(2):
+        # Each sum is 1, so that no value overflows.
+        up = torch.nn.Parameter(torch.full((inner, width), 1.0 / width, dtype=dtype))
+        down = torch.nn.Parameter(torch.full((width, inner), 1.0 / (inner * tp.size), dtype=dtype))
+        layers.append((up, down))
+        for weight in layers[-1]:
+            attach_main_grad(weight, MainGrad(torch.zeros_like(weight)))
 
     def run(overlap: Sequence[LinearOverlap]) -> float:
         before = time.perf_counter()
-        hidden = tensor_parallel_linear(x, up, None, InputRegion.SEQUENCE, tp, library=library, overlap=overlap[0])
-        output = tensor_parallel_linear(
-            hidden, down, None, InputRegion.SPLIT, tp, library=library, overlap=overlap[1], scatters=True
-        )
+        output = x
+        for up, down in layers:
+            hidden = tensor_parallel_linear(
+                output, up, None, InputRegion.SEQUENCE, tp, library=library, overlap=overlap[0]
+            )
+            output = tensor_parallel_linear(
+                *(hidden, down, None, InputRegion.SPLIT, tp),
+                library=library,
+                overlap=overlap[1],
+                scatters=True,
+                delays_weight_grad=not overlap[1].backward,
+            )
         torch.autograd.backward(output, x.detach())
         return time.perf_counter() - before
 

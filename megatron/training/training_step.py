@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -480,7 +481,10 @@ class TrainingStep:
         self.parts.scheduler.step(-num_samples)
         if launched is not self._newest:
             # The gradients are those of the next step.
-            self.compute(launched.source.again(), begun)
+            with contextlib.ExitStack() as stack:
+                for chunk in self.parts.ddp_chunks:
+                    stack.enter_context(chunk.recording_all_norms())
+                self.compute(launched.source.again(), begun)
             if math.isfinite(self.parts.optimizer.measure()):
                 raise TrainingError(
                     "a gradient was not finite before the optimizer step, but all are finite if the step is computed "

@@ -28,7 +28,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
     is_small,
 )
 from megatron.core.distributed.param_layout import plan_buckets
-from megatron.core.main_grad import forget_failed_passes, main_grad_of
+from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
@@ -39,12 +39,12 @@ from megatron.core.weight_prefetch import alloc_storage
 class LocalGradNorm(NamedTuple):
     """Norm of a parameter's gradient on this rank before the reduction; infinite or NaN if a value is not finite.
 
-    Norms of small gradients are recorded in every step, those of others only in steps that are computed again.
+    ``is_always_known`` says whether the norm is also known for steps outside of `recording_all_norms`.
     """
 
     name: str
     norm: float
-    is_small: bool
+    is_always_known: bool
 
 
 class DistributedDataParallel(nn.Module):
@@ -185,7 +185,6 @@ class DistributedDataParallel(nn.Module):
 
     def zero_grad_buffer(self) -> None:
         """Start an iteration: discard accumulated gradients, without writing memory."""
-        forget_failed_passes(main_grad_of(parameter) for parameter in self.module.parameters())
         for buffer in self.grad_buffers:
             buffer.reset()
 
@@ -244,19 +243,21 @@ class DistributedDataParallel(nn.Module):
     def local_grad_norms(self) -> list[LocalGradNorm]:
         """Return the norms of parameters' gradients on this rank before the reduction, as far as they are known.
 
-        Those of large gradients are known inside `recording_all_norms`, or if gradients are not reduced. Only for error
-        reports, because it waits for the device.
+        After a step outside of `recording_all_norms` the norms of large gradients are known only if these gradients are
+        not reduced. Only for error reports, because it waits for the device.
         """
         found = []
         for buffer in self.grad_buffers:
+            is_reduced = buffer.group.size > 1
             for bucket in buffer.buckets:
                 parameters, norms = buffer.parameters_of(bucket), bucket.local_norms
-                if buffer.group.size == 1:
-                    norms = torch._foreach_norm([each.tensor for each in bucket.main_grads])
-                else:
+                if is_reduced:
                     parameters = tuple(parameters[index] for index in bucket.recorded)
+                else:
+                    norms = torch._foreach_norm([each.tensor for each in bucket.main_grads])
                 for parameter, norm in zip(parameters, norms, strict=True):
-                    found.append(LocalGradNorm(spec_of(parameter).name, float(norm), is_small(parameter)))
+                    is_always_known = not is_reduced or is_small(parameter)
+                    found.append(LocalGradNorm(spec_of(parameter).name, float(norm), is_always_known))
         return found
 
     def names_of_bad_local_gradients(self) -> list[str]:

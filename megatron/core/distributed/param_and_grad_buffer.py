@@ -88,7 +88,7 @@ def is_small(gradient: torch.Tensor) -> bool:
 class GradBucket:
     """One bucket of the buffer, and its state since the last reset.
 
-    ``local_norms`` are those of the main gradients with the indices ``recorded``.
+    ``local_norms`` has the norms of the main gradients with the indices ``recorded``.
     """
 
     layout: BucketLayout
@@ -148,7 +148,7 @@ class ParamAndGradBuffer:
         self.plan = plan
         self._counts_as_last_microbatch = counts_as_last_microbatch
         self.records_all_norms = False
-        """Whether the local norms of all gradients are recorded, as opposed to those of small gradients."""
+        """Whether the local norms of all gradients are recorded, not only the norms of small gradients."""
         first = parameters[0]
         self.flat_parameters: FlatParameters | None = None
         self._fuses_products = plan.fuse_accumulation and adds_wide_products(first.dtype, grad_dtype, first.device)

@@ -296,8 +296,9 @@ def check_weights(model_chunks: Sequence[DistributedDataParallel], world: Group)
 def describe_bad_gradients(model_chunks: Sequence[DistributedDataParallel], world: Group, loss_scale: float) -> str:
     """Describe the reduced gradients, and the parameters whose local gradients were not finite, by rank; collective.
 
-    If no rank has recorded a local gradient that was not finite, the parameters are named whose reduced gradients are
-    not. Finite gradients whose squares overflow are reported as too large, with the largest values.
+    If no rank has recorded a local gradient that was not finite, the message names the parameters whose reduced
+    gradients are not finite. Finite gradients whose squares overflow are reported as too large, with the largest
+    values.
     """
     bad = [name for chunk in model_chunks for name in chunk.names_of_bad_local_gradients()]
     shards = [shard for chunk in model_chunks for shard in chunk.shards if shard.gradient.numel()]
@@ -319,7 +320,7 @@ def describe_bad_gradients(model_chunks: Sequence[DistributedDataParallel], worl
     if not where:
         # A parameter may be sharded over ranks.
         sums = dict.fromkeys(name for _, names, _ in reports for name in names)
-        where = f"the sum over ranks: {_named([*sums])}"
+        where = f"not finite after the reduction, rank unknown: {_named([*sums])}"
     return f"a gradient is not finite before the optimizer step; {where}"
 
 

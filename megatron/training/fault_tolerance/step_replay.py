@@ -82,8 +82,9 @@ class RankTrace:
     """Values of one rank: one for each chunk and micro-batch, and the norms of its own gradients.
 
     ``forward`` has the loss of the last chunk and the L1 norm of the hidden states of every other chunk, before any
-    communication. ``gradient`` is the norm of small gradients before the reduction, or None if unknown.
-    ``large_gradient`` is that of all others, which is recorded only in a step that is computed again.
+    communication. ``gradient`` is the norm of the gradients before the reduction whose norms are known for every step,
+    or None if norms are not recorded. ``large_gradient`` is the norm of the other gradients, or None if it is unknown,
+    as in the first computation of a step.
     """
 
     rank: int
@@ -123,8 +124,8 @@ class StepTrace:
         gradient = large_gradient = None
         if all(chunk.config.check_for_nan_in_loss_and_grad for chunk in chunks):
             norms = [each for chunk in chunks for each in chunk.local_grad_norms()]
-            gradient = math.hypot(*(each.norm for each in norms if each.is_small))
-            large = [each.norm for each in norms if not each.is_small]
+            gradient = math.hypot(*(each.norm for each in norms if each.is_always_known))
+            large = [each.norm for each in norms if not each.is_always_known]
             large_gradient = math.hypot(*large) if large else None
         forward = {key: float(figure) for key, figure in self._forward.items()}
         trace = RankTrace(state.rank, platform.node(), dict(state.place), forward, gradient, large_gradient)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from megatron.core.main_grad import (
     _passes,
     attach_main_grad,
     bias_gradient,
-    forget_failed_passes,
     gradient_uses_of,
     launch_delayed,
     leave_parts,
@@ -430,6 +428,16 @@ def test_matmuls_of_captured_layers_and_of_memory_that_is_allocated_for_them_do_
         assert seen == [1]
 
 
+def test_a_queue_that_collects_gets_matmuls_that_would_be_delayed() -> None:
+    parameter, main_grad, completions = make_parameter()
+    queue = WeightGradQueue([parameter])
+    with queue.collecting(0):
+        run_backward(lambda: main_grad.add_matmul(*operands(1.0), delays=True), launch_delayed)
+    assert completions == []
+    queue.run(0)
+    assert completions == [30.0]
+
+
 def test_a_pass_inside_a_pass_launches_its_own_matmul() -> None:
     """Recomputed layers run a backward pass inside of the outer one."""
     (_, outer, of_outer), (_, inner, of_inner) = make_parameter(), make_parameter()
@@ -438,35 +446,40 @@ def test_a_pass_inside_a_pass_launches_its_own_matmul() -> None:
     def look() -> None:
         seen.append((len(of_outer), len(of_inner)))
 
-    def nested() -> None:
+    def nested(*steps: Callable[[], None]) -> None:
         with torch.enable_grad():
-            run_backward(lambda: inner.add_matmul(*operands(1.0), delays=True), launch_delayed, look)
+            run_backward(lambda: inner.add_matmul(*operands(1.0), delays=True), *steps, look)
 
-    run_backward(lambda: outer.add_matmul(*operands(1.0), delays=True), nested, look)
+    def add_to_outer() -> None:
+        outer.add_matmul(*operands(1.0), delays=True)
+
+    run_backward(add_to_outer, lambda: nested(launch_delayed), look)
     look()
     assert seen == [(0, 1), (0, 1), (1, 1)]
+    seen.clear()
+    # Its end launches it too.
+    run_backward(add_to_outer, nested, look)
+    look()
+    assert seen == [(1, 1), (1, 2), (2, 2)]
 
 
-def test_a_failed_pass_keeps_no_operands_after_the_next_start() -> None:
+def test_a_failed_pass_keeps_no_operands() -> None:
     _, main_grad, completions = make_parameter()
-    left, right = operands(1.0)
-    alive = weakref.ref(left)
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def add() -> None:
+        left, right = operands(1.0)
+        alive.append(weakref.ref(right))
+        main_grad.add_matmul(left, right, delays=True)
+        assert len(_passes) == 1
 
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    def add() -> None:
-        nonlocal left
-        main_grad.add_matmul(left, right, delays=True)
-        del left
-
     with pytest.raises(RuntimeError, match="out of memory"):
         run_backward(add, fail)
-    _, other, _ = make_parameter()
-    forget_failed_passes({other})
-    assert len(_passes) == 1
-    forget_failed_passes({main_grad})
-    gc.collect()
     assert not _passes
-    assert alive() is None
-    assert completions == []
+    assert alive[0]() is None
+    run_backward(add)
+    assert not _passes
+    assert completions == [30.0]

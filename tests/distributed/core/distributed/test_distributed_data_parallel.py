@@ -21,6 +21,7 @@ from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import CollectiveCall
 from megatron.core.sharding import ParamSpec, attach_spec, full_shards, held_of, spec_of
+from megatron.training.fault_tolerance.step_replay import RankTrace, StepTrace, ranks_that_differ
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.unit.core.distributed.toy_model import ToyModel, autograd_gradients, batch
 
@@ -151,6 +152,46 @@ def reduce_with_parameters_unused_on_some_ranks() -> dict[str, torch.Tensor]:
     return {name: main_grad_of(p).tensor for name, p in ddp.module.toy.named_parameters()}
 
 
+class OneExpert(nn.Module):
+    """A dense weight and an expert's weight, both larger than the gradients whose norms are recorded in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.expert = nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(4, 5))
+        for name, weight in self.named_parameters():
+            attach_spec(weight, ParamSpec(name, (4, 5), full_shards((4, 5)), is_expert=name == "expert"))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return factor * (self.dense + self.expert).sum()
+
+
+def traces_with_experts() -> tuple[list[RankTrace], list[RankTrace]]:
+    """Return the traces of a step, and of the same step computed again; only dense gradients are reduced."""
+    state = create_parallel_state(ParallelSizes(ep=2))
+    ddp = DistributedDataParallel(OneExpert(), DistributedDataParallelConfig(), state)
+
+    def compute() -> list[RankTrace]:
+        ddp.zero_grad_buffer()
+        ddp(state.rank + 1.0).backward()
+        ddp.finish_grad_sync()
+        return StepTrace().gather([ddp], state)
+
+    with patch.object(param_and_grad_buffer, "_LARGEST_SMALL", 10):
+        first = compute()
+        with ddp.recording_all_norms():
+            return first, compute()
+
+
+def test_a_step_with_unreduced_experts_equals_itself_computed_again() -> None:
+    norm = 20**0.5
+    for first, again in run_distributed(2, traces_with_experts):
+        assert ranks_that_differ(first, again) == []
+        # The gradient of the expert is divided by the number of ranks whose tokens it receives.
+        assert [trace.gradient for trace in first] == pytest.approx([norm / 2, norm])
+        assert [trace.large_gradient for trace in first] == [None, None]
+        assert [trace.large_gradient for trace in again] == pytest.approx([norm, 2 * norm])
+
+
 def test_parameters_unused_on_some_ranks_do_not_mix_collectives_up() -> None:
     results = run_distributed(2, reduce_with_parameters_unused_on_some_ranks)
     expected = autograd_gradients([0])
@@ -183,7 +224,7 @@ def recorded_norms(options: dict[str, object]) -> tuple[list[dict[str, float]], 
 
     def norms() -> dict[str, float]:
         found = ddp.local_grad_norms()
-        assert all(each.is_small == (each.name in SMALL) for each in found)
+        assert all(each.is_always_known == (each.name in SMALL) for each in found)
         return {each.name: each.norm for each in found}
 
     with patch.object(param_and_grad_buffer, "_LARGEST_SMALL", 10):
@@ -203,7 +244,10 @@ def recorded_norms(options: dict[str, object]) -> tuple[list[dict[str, float]], 
     return found, bad, {spec_of(each).name: own[name].norm().item() for name, each in model.named_parameters()}
 
 
-@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_distributed_optimizer": True}, {"data_parallel_sharding_strategy": "optim_grads"}],
+)
 def test_only_norms_of_small_gradients_are_recorded_unless_a_step_is_computed_again(options: dict[str, object]) -> None:
     for rank, ((small, of_all), bad, own) in enumerate(run_distributed(2, recorded_norms, options)):
         assert small == pytest.approx({name: own[name] for name in SMALL}, rel=1e-12)

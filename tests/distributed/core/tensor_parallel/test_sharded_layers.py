@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.collectives import all_gather_into
 from megatron.core.errors import ConfigurationError
 from megatron.core.main_grad import MainGrad, attach_main_grad
-from megatron.core.parallel_config import ParallelConfig
+from megatron.core.ops import Float8Recipe, Fp8Quantizers
+from megatron.core.parallel_config import Fp8Config, ParallelConfig
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel import mappings
@@ -176,7 +177,7 @@ def test_column_then_row_equals_one_rank(sequence_parallel: bool, brings_bias_in
         torch.testing.assert_close(torch.from_numpy(gradients[name]), torch.from_numpy(gradient))
 
 
-def order_of_backward(overlaps_chunks: bool, delays: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
+def order_of_backward(overlaps_chunks: bool, delays: bool, in_fp8: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
     """Return the order of gathers and weight gradients in the backward pass of two pairs, and the gradients."""
     tp = tensor_parallel_group()
     layers = {f"{name} {pair}": make(tp, True) for pair in (1, 2) for name, make in (("column", column), ("row", row))}
@@ -184,6 +185,8 @@ def order_of_backward(overlaps_chunks: bool, delays: bool) -> tuple[list[str], d
     for name, layer in layers.items():
         if overlaps_chunks:
             layer.overlap = LinearOverlap(backward=True)
+        if in_fp8:
+            layer.quantizers = Fp8Quantizers(Float8Recipe.of(Fp8Config(fp8_format="hybrid", fp8_recipe="tensorwise")))
         main_grad = MainGrad(torch.zeros_like(layer.weight), on_complete=functools.partial(events.append, name))
         main_grad.may_wait = delays
         attach_main_grad(layer.weight, main_grad)
@@ -203,14 +206,18 @@ def order_of_backward(overlaps_chunks: bool, delays: bool) -> tuple[list[str], d
     return events, {"x": x.grad, **grads}
 
 
-def test_weight_gradients_of_row_parallel_layers_wait_for_the_next_gather() -> None:
-    for late, plain, chunked in zip(
-        *(run_distributed(2, order_of_backward, *case) for case in ((False, True), (False, False), (True, True)))
-    ):
-        assert late[0] == ["gather", "column 2", "gather", "row 2", "column 1", "row 1"]
-        assert plain[0] == ["gather", "row 2", "column 2", "gather", "row 1", "column 1"]
-        # A gather that overlaps with its own matmul hides nothing else.
-        assert chunked[0] == ["row 2", "column 2", "row 1", "column 1"]
+IN_ORDER = ["gather", "row 2", "column 2", "gather", "row 1", "column 1"]
+DELAYED = ["gather", "column 2", "gather", "row 2", "column 1", "row 1"]
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_weight_gradients_of_row_parallel_layers_wait_for_the_next_gather(in_fp8: bool) -> None:
+    cases = ((False, True, in_fp8), (False, False, in_fp8), (True, True, in_fp8))
+    for late, plain, chunked in zip(*(run_distributed(2, order_of_backward, *case) for case in cases)):
+        assert late[0] == DELAYED
+        assert plain[0] == IN_ORDER
+        # A gather that overlaps with its own matmul hides nothing else. Without symmetric memory FP8 has no chunks.
+        assert chunked[0] == (DELAYED if in_fp8 else [event for event in IN_ORDER if event != "gather"])
         for name, gradient in plain[1].items():
             assert torch.equal(late[1][name], gradient), name
             torch.testing.assert_close(chunked[1][name], gradient)
