@@ -16,16 +16,21 @@ from pathlib import Path
 from megatron.cli.rank_launcher import Place, launch
 sys.exit(launch(Path(sys.argv[1]), [], Place(nproc=2)))
 """
-# Rank 1 is killed first; the watchdog has left the reason of the hang for rank 0, if there is one.
+# Rank 1 is killed after the watchdog has left the reason of the hang for rank 0, if there is one.
 RANK = """
 import json, os, signal, sys, time
+from pathlib import Path
+written = Path(__file__).with_name("written")
 if os.environ["RANK"] == "1":
+    while not written.exists():
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 reason = {reason!r}
 if reason:
     message = {{"message": reason, "extraInfo": {{"py_callstack": reason, "timestamp": "1"}}}}
     with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
         json.dump({{"message": message}}, file)
+written.touch()
 time.sleep(60)
 """
 
