@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -481,10 +480,7 @@ class TrainingStep:
         self.parts.scheduler.step(-num_samples)
         if launched is not self._newest:
             # The gradients are those of the next step.
-            with contextlib.ExitStack() as stack:
-                for chunk in self.parts.ddp_chunks:
-                    stack.enter_context(chunk.recording_all_norms())
-                self.compute(launched.source.again(), begun)
+            self.compute(launched.source.again(), begun, records_all_norms=True)
             if math.isfinite(self.parts.optimizer.measure()):
                 raise TrainingError(
                     "a gradient was not finite before the optimizer step, but all are finite if the step is computed "
@@ -518,13 +514,16 @@ class TrainingStep:
             loads.move_biases(totals)
         return loads.report(totals)
 
-    def compute(self, source: MicrobatchSource, begun: BegunStep, shift: int = 0) -> ScheduleResult:
+    def compute(
+        self, source: MicrobatchSource, begun: BegunStep, shift: int = 0, *, records_all_norms: bool = False
+    ) -> ScheduleResult:
         """Compute the losses and reduced gradients of a step, without an update of the weights.
 
-        With ``shift`` the source yields the samples of the data-parallel rank that many positions after this one.
+        With ``shift`` the source yields the samples of the data-parallel rank that many positions after this one. A
+        failed step is computed again with ``records_all_norms`` (see `DistributedDataParallel.local_grad_norms`).
         """
         for chunk in self.parts.ddp_chunks:
-            chunk.zero_grad_buffer()
+            chunk.zero_grad_buffer(records_all_norms)
         for graphs in self.parts.graphs:
             graphs.begin_step()
         if self.parts.expert_loads is not None:

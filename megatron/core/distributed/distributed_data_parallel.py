@@ -39,7 +39,7 @@ from megatron.core.weight_prefetch import alloc_storage
 class LocalGradNorm(NamedTuple):
     """Norm of a parameter's gradient on this rank before the reduction; infinite or NaN if a value is not finite.
 
-    ``is_always_known`` says whether the norm is also known for steps outside of `recording_all_norms`.
+    ``is_always_known`` says whether the norm is also known after an iteration that does not record all norms.
     """
 
     name: str
@@ -183,10 +183,14 @@ class DistributedDataParallel(nn.Module):
         finally:
             self.is_last_microbatch = True
 
-    def zero_grad_buffer(self) -> None:
-        """Start an iteration: discard accumulated gradients, without writing memory."""
+    def zero_grad_buffer(self, records_all_norms: bool = False) -> None:
+        """Start an iteration: discard accumulated gradients, without writing memory.
+
+        With ``records_all_norms`` the iteration records the local norms of all gradients, not only of small ones.
+        """
         for buffer in self.grad_buffers:
             buffer.reset()
+            buffer.records_all_norms = records_all_norms
 
     def finish_grad_sync(self) -> None:
         """Wait until every gradient of ``shards`` holds the sum or the mean over the replicas."""
@@ -229,22 +233,11 @@ class DistributedDataParallel(nn.Module):
         for buffer in self.grad_buffers:
             buffer.scale(factor)
 
-    @contextlib.contextmanager
-    def recording_all_norms(self) -> Iterator[None]:
-        """Record the local norms of all gradients of the steps inside the context, not only of small ones."""
-        for buffer in self.grad_buffers:
-            buffer.records_all_norms = True
-        try:
-            yield
-        finally:
-            for buffer in self.grad_buffers:
-                buffer.records_all_norms = False
-
     def local_grad_norms(self) -> list[LocalGradNorm]:
         """Return the norms of parameters' gradients on this rank before the reduction, as far as they are known.
 
-        After a step outside of `recording_all_norms` the norms of large gradients are known only if these gradients are
-        not reduced. Only for error reports, because it waits for the device.
+        The norms of large gradients are known if the iteration records all norms (see `zero_grad_buffer`), or if these
+        gradients are not reduced. Only for error reports, because it waits for the device.
         """
         found = []
         for buffer in self.grad_buffers:

@@ -40,8 +40,7 @@ class ReductionPlan:
       which rank contributed a non-finite value. Norms of all gradients take a read of all gradients, so they are kept
       only while a failed step is computed again.
     - ``fuse_accumulation`` adds a weight gradient's matmul to the main gradient in one kernel, without rounding it to
-    16
-      bits first, if the device supports it.
+      16 bits first, if the device supports it.
     - ``shard`` leaves each rank with the sum of only its own shard of each bucket (reduce-scatter). The parameters are
       then in a flat buffer of the same layout, and are all-gathered from the shards after the update.
     - ``flat_weights`` moves unsharded parameters on CUDA to a flat buffer too, so that one kernel can update them.

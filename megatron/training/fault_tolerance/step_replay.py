@@ -8,7 +8,7 @@ import platform
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -390,12 +390,8 @@ class StepReplay:
 
     def _compute(self, step: TrainingStep, begun: BegunStep, consumed: int | None = None, shift: int = 0) -> Observed:
         self.prepare()
-        with ExitStack() as stack:
-            for chunk in self.parts.ddp_chunks:
-                stack.enter_context(chunk.recording_all_norms())
-            start = begun.consumed_samples if consumed is None else consumed
-            source = stack.enter_context(closing(self.open_source(start, shift)))
-            result = step.compute(source, begun, shift)
+        with closing(self.open_source(begun.consumed_samples if consumed is None else consumed, shift)) as source:
+            result = step.compute(source, begun, shift, records_all_norms=True)
         return self.first(read_agreement(sum_over_ranks(result, None, self.runtime), self.runtime, ()))
 
     def _ranks_that_keep_it(self, step: TrainingStep, begun: BegunStep, first: Observed) -> list[RankTrace]:

@@ -170,16 +170,14 @@ def traces_with_experts() -> tuple[list[RankTrace], list[RankTrace]]:
     state = create_parallel_state(ParallelSizes(ep=2))
     ddp = DistributedDataParallel(OneExpert(), DistributedDataParallelConfig(), state)
 
-    def compute() -> list[RankTrace]:
-        ddp.zero_grad_buffer()
+    def compute(records_all_norms: bool) -> list[RankTrace]:
+        ddp.zero_grad_buffer(records_all_norms)
         ddp(state.rank + 1.0).backward()
         ddp.finish_grad_sync()
         return StepTrace().gather([ddp], state)
 
     with patch.object(param_and_grad_buffer, "_LARGEST_SMALL", 10):
-        first = compute()
-        with ddp.recording_all_norms():
-            return first, compute()
+        return compute(records_all_norms=False), compute(records_all_norms=True)
 
 
 def test_a_step_with_unreduced_experts_equals_itself_computed_again() -> None:
@@ -215,8 +213,8 @@ def recorded_norms(options: dict[str, object]) -> tuple[list[dict[str, float]], 
     model = ToyModel()
     ddp = DistributedDataParallel(model, DistributedDataParallelConfig(**options), state)
 
-    def step(spoiled: nn.Parameter | None = None) -> None:
-        ddp.zero_grad_buffer()
+    def step(spoiled: nn.Parameter | None = None, records_all_norms: bool = False) -> None:
+        ddp.zero_grad_buffer(records_all_norms)
         ddp(*batch(state.rank)).backward()
         if spoiled is not None and state.rank == 1:
             main_grad_of(spoiled).tensor.view(-1)[1] = float("nan")
@@ -230,15 +228,13 @@ def recorded_norms(options: dict[str, object]) -> tuple[list[dict[str, float]], 
     with patch.object(param_and_grad_buffer, "_LARGEST_SMALL", 10):
         step()
         found = [norms()]
-        with ddp.recording_all_norms():
-            step()
+        step(records_all_norms=True)
         found.append(norms())
         bad = []
         for spoiled in (model.norm, model.fc2):
             step(spoiled)
             bad.append(ddp.names_of_bad_local_gradients())
-        with ddp.recording_all_norms():
-            step(model.fc2)
+        step(model.fc2, records_all_norms=True)
         bad.append(ddp.names_of_bad_local_gradients())
     own = autograd_gradients([state.rank])
     return found, bad, {spec_of(each).name: own[name].norm().item() for name, each in model.named_parameters()}
