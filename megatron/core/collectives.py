@@ -1,7 +1,7 @@
 """Collectives over a ``Group``; each returns at once for a group of one rank.
 
 Every communication outside pipeline sends goes through these functions, so that the traffic of a parallel layout can be
-inspected, counted and traced in one place.
+inspected, counted and traced in one place. The ranks start the collectives of all groups in one order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.errors import MegatronError
 from megatron.core.flight_recorder import PendingWork
 from megatron.core.process_group import Group
+from megatron.core.shared_memory import shared_memory_of
 
 Result = TypeVar("Result")
 _PIECE_BYTES = 1 << 26
@@ -45,6 +46,9 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bo
         return None
     group.observe("all_reduce", tensor.nbytes, op)
     entry = group.begin("all_reduce", tensor, tensor.nbytes)
+    memory = shared_memory_of(group, tensor) if op == "sum" and tensor.is_contiguous() else None
+    if memory is not None:
+        return group.end(entry, memory.all_reduce(tensor, async_op))
     return group.end(entry, dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=group.handle, async_op=async_op))
 
 
@@ -57,18 +61,24 @@ def all_gather_into(
         return None
     group.observe("all_gather", output.nbytes)
     entry = group.begin("all_gather", output, output.nbytes)
+    memory = shared_memory_of(group, tensor)
+    if memory is not None:
+        return group.end(entry, memory.all_gather(output, tensor, async_op))
     return group.end(entry, _all_gather_single(output, tensor, group=group.handle, async_op=async_op))
 
 
 def reduce_scatter_into(
     output: torch.Tensor, tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False
 ) -> PendingWork | None:
-    """Reduce ``tensor`` over the group and write this rank's equal shard along dim 0 to ``output``."""
+    """Reduce a contiguous ``tensor`` over the group and write this rank's equal shard along dim 0 to ``output``."""
     if _is_alone(group):
         output.view_as(tensor).copy_(tensor)
         return None
     group.observe("reduce_scatter", tensor.nbytes, op)
     entry = group.begin("reduce_scatter", tensor, tensor.nbytes)
+    memory = shared_memory_of(group, tensor) if op == "sum" else None
+    if memory is not None:
+        return group.end(entry, memory.reduce_scatter(output, tensor, async_op))
     work = _reduce_scatter_single(output, tensor, op=_REDUCE_OPS[op], group=group.handle, async_op=async_op)
     return group.end(entry, work)
 

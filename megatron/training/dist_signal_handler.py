@@ -21,8 +21,8 @@ class ExitRequest:
     effect. A second SIGTERM has no effect, because both the cluster's scheduler and torchrun normally send one.
 
     torchrun also sends SIGTERM when another rank has failed. Then the current step cannot finish: this rank's
-    collective may never end, and Python runs no signal handler during it. So a thread is also notified of the signal,
-    and it ends the process if ``has_run_failed`` returns true.
+    collective may never end, and in gloo and NCCL Python runs no signal handler during it. So a thread is also notified
+    of the signal, and it ends the process if ``has_run_failed`` returns true.
     """
 
     def __init__(

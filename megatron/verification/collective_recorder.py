@@ -22,6 +22,7 @@ from megatron.core.collectives import any_rank
 from megatron.core.device import Device
 from megatron.core.distributed import check_replicas_equal
 from megatron.core.process_group import CollectiveCall
+from megatron.core.shared_memory import without_shared_memory
 from megatron.core.timers import Timers
 from megatron.training import (
     ForwardStep,
@@ -208,8 +209,11 @@ def _check(runtime: Runtime, parts: ModelAndOptimizer, timers: Timers) -> None:
 
 @contextmanager
 def recording(recorder: CollectiveRecorder) -> Iterator[None]:
-    """Report all torch.distributed operations of this thread to a recorder, on any backend."""
-    with _Noting(recorder), _noting_groups_and_batches(recorder):
+    """Report all torch.distributed operations of this thread to a recorder, on any backend.
+
+    No collective inside the context uses shared memory.
+    """
+    with _Noting(recorder), _noting_groups_and_batches(recorder), without_shared_memory():
         yield
 
 

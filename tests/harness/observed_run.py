@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.shared_memory import without_shared_memory
 from tests.harness.faults import Faults, run_with_faults
 from tests.harness.forked_training import NO_FAULTS, fork_training
 
@@ -178,6 +179,7 @@ def _watched(argv: Sequence[str], work: _Work, seen: collections.Counter[str]) -
 
         calls.append((tensorboard, "SummaryWriter", lambda log_dir, max_queue: f"up to {max_queue} events wait"))
     with ExitStack() as stack:
+        stack.enter_context(without_shared_memory())
         stack.enter_context(patch.object(threading.Thread, "start", started))
         stack.enter_context(patch.object(dist.Work, "wait", waited))
         for owner, name, words in calls:

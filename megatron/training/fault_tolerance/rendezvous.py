@@ -3,7 +3,7 @@
 A generation is one set of processes, one for each rank, that share process groups. It is over for all when one of them
 has died or left. The store holds the number of the generation that all ranks must join next. A rank that sees that a
 generation is over increments it. A rank that waits in gloo for a rank that has left gets no error, so the sockets of
-the groups are shut down, and every wait on them ends.
+the groups are shut down, and every wait on them ends. A wait in shared memory ends when communication is given up.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/hyper_comm_grid.py",
         "megatron/core/parallel_state.py",
         "megatron/core/process_state.py",
+        "megatron/core/shared_memory.py",
         "megatron/core/pipeline_parallel/p2p_communication.py",
         "megatron/core/tensor_parallel/symmetric_memory.py:_has_operators",
         "megatron/planner/simulation/fake_device.py",

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core import collectives
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
-from megatron.core.process_group import Group
+from megatron.core.process_group import CollectiveCall, Group
 from megatron.core.sharding import Box, ParamSpec, Shard, attach_spec, even_shards, full_shards, tie_over_pipeline
 from tests.harness.distributed import run_distributed
 
@@ -47,20 +46,16 @@ class Copies(nn.Module):
 
 def finalized(tp_size: int) -> tuple[dict[str, torch.Tensor], int]:
     """Return the gradients after every rank brought ``rank + 1``, and how many collectives that took."""
-    state = create_parallel_state(ParallelSizes(tp=tp_size))
+    calls: list[CollectiveCall] = []
+    state = create_parallel_state(ParallelSizes(tp=tp_size), observer=calls.append)
     model = Copies(state.tp)
     ddp = DistributedDataParallel(model, DistributedDataParallelConfig(), state)
     ddp.zero_grad_buffer()
     for parameter in model.parameters():
         main_grad_of(parameter).add(torch.full(parameter.shape, state.rank + 1.0))
-    counted: list[int] = []
-    real = collectives.dist.all_reduce
-    collectives.dist.all_reduce = lambda tensor, **options: (counted.append(tensor.numel()), real(tensor, **options))[1]
-    try:
-        finalize_model_grads([ddp], state)
-    finally:
-        collectives.dist.all_reduce = real
-    return {name: main_grad_of(p).tensor for name, p in model.named_parameters()}, len(counted)
+    calls.clear()
+    finalize_model_grads([ddp], state)
+    return {name: main_grad_of(p).tensor for name, p in model.named_parameters()}, len(calls)
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])
