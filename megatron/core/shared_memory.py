@@ -77,20 +77,24 @@ class SharedMemory:
 
     After an error the memory is broken: the connections are closed, and every further collective fails at once.
 
-    ``slots`` are the slots of each rank of the group, and ``peers`` the connections to the other ranks.
+    ``slots`` are the slots of each rank, and ``peers`` the connections to the other ranks, by rank in the communicator.
     """
 
     def __init__(
-        self, group: Group, slots: Sequence[torch.Tensor], peers: Mapping[int, socket.socket], timeout_s: float
+        self,
+        group: Group,
+        handle: dist.ProcessGroup,
+        slots: Sequence[torch.Tensor],
+        peers: Mapping[int, socket.socket],
     ) -> None:
-        # The group itself would keep the communicator, and with it the connections.
-        self._name = f"{group.name} (ranks {format_ranks(group.ranks)})"
-        self._ranks = group.ranks
-        self._rank = group.rank
+        # A reference to the group would keep its communicator, and with it the connections.
+        self._ranks = dist.get_process_group_ranks(handle)
+        self._rank = dist.get_rank(handle)
+        self._name = f"{group.name} (ranks {format_ranks(tuple(self._ranks))})"
         self._recorder = None if group.flight is None else group.flight.recorder
         self._slots = slots
         self._peers = peers
-        self._timeout_s = timeout_s
+        self._timeout_s = handle._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         self._num_written = 0
         self._num_notices = dict.fromkeys(peers, 0)
         self._pending: SharedMemoryWork | None = None
@@ -266,36 +270,36 @@ def _add(pieces: Sequence[torch.Tensor], output: torch.Tensor) -> None:
 
 def _connect(group: Group, handle: dist.ProcessGroup) -> SharedMemory | None:
     """Create the memory of a group; collective. Return None if its ranks cannot share memory, as on several nodes."""
+    own_rank, size = dist.get_rank(handle), group.size
     peers: dict[int, socket.socket] = {}
     with ExitStack() as resources:
         resources.callback(lambda: _close(peers.values()))
         listener, own = _open_endpoint(resources)
-        names: list[bytes | None] = [None] * group.size
+        names: list[bytes | None] = [None] * size
         dist.all_gather_object(names, None if listener is None else listener.getsockname(), group=handle)
         try:
-            for rank, name in enumerate(names[: group.rank]):
-                peers[rank] = _call(name, group.rank, own)
+            for rank, name in enumerate(names[:own_rank]):
+                peers[rank] = _call(name, own_rank, own)
         except OSError:
             listener = None
         if not _is_true_on_all(listener is not None, handle) or listener is None:
             return None
-        descriptors, slots = {group.rank: own}, []
+        descriptors, slots = {own_rank: own}, []
         try:
-            for rank in range(group.rank):
+            for rank in range(own_rank):
                 _, descriptors[rank] = _receive(peers[rank], resources)
-            for _ in range(group.rank + 1, group.size):
+            for _ in range(own_rank + 1, size):
                 rank, descriptor, peer = _accept(listener, resources)
                 descriptors[rank], peers[rank] = descriptor, peer
-                socket.send_fds(peer, [bytes([group.rank])], [own])
-            slots = [_map(descriptors[rank]) for rank in range(group.size)]
+                socket.send_fds(peer, [bytes([own_rank])], [own])
+            slots = [_map(descriptors[rank]) for rank in range(size)]
         except (OSError, ValueError):  # The other ranks must not wait for this one's answer.
             _close([listener, *peers.values()])
         if not _is_true_on_all(bool(slots), handle):
             return None
-        timeout = handle._get_backend(torch.device("cpu")).options._timeout
         for peer in peers.values():
             peer.settimeout(_POLL_S)
-        memory = SharedMemory(group, slots, dict(peers), timeout.total_seconds())
+        memory = SharedMemory(group, handle, slots, dict(peers))
         peers.clear()
         return memory
 
