@@ -2,8 +2,8 @@
 
     python benchmarks/collectives.py --output benchmarks/results/collectives_cpu_DATE
 
-Both alternate in the same processes. A time is that of the first rank, from a barrier to the result. With more
-processes than cores it includes waits for a core.
+Both transports alternate in the same processes. The first rank measures the time from a barrier to its result. With
+more processes than cores it includes waits for a core.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Collectives over a ``Group``; each returns at once for a group of one rank.
 
 Every communication outside pipeline sends goes through these functions, so that the traffic of a parallel layout can be
-inspected, counted and traced in one place. The ranks start the collectives of all groups in one order.
+inspected, counted and traced in one place. Ranks must start the collectives of all groups in one order.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Collectives of CPU tensors between the ranks of one node, through shared memory.
 
 gloo sends tensors over TCP, also to processes of the same node. Here each rank copies its tensor into memory that all
-ranks of the group map, and reads the tensors of the other ranks there. Ranks are added in their order in the group, so
-all ranks compute the same bits, and with two ranks the bits that gloo computes.
+ranks of the group map, and reads the tensors of the other ranks there. Sums are in the order of the ranks. So all ranks
+compute the same bits, and with two ranks these are the bits that gloo computes.
 
-As with NCCL, the ranks must start the collectives of all groups in one order.
+As with NCCL, the ranks must start the collectives of all groups, their sends and their receives in one order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 
 import torch
@@ -30,20 +30,19 @@ _MAX_RANKS = 8
 """Larger groups use gloo, because every rank reads the tensors of all ranks."""
 _NUM_SLOTS, _SLOT_BYTES = 2, 1 << 22
 _POLL_S, _CONNECT_S = 0.2, 30.0
-_NOTICE = b"."
+_NOTICE = struct.Struct("q")
+"""Number of bytes of a piece."""
 
 Read = Callable[[Sequence[torch.Tensor], int, int], None]
 """Callback that reads columns ``start`` to ``end`` of the ranks' tensors: ``[rows, end - start]`` per rank."""
 
 _memories: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = weakref.WeakKeyDictionary()
-
-
 _is_used = ContextVar("is_used", default=True)
 
 
 @contextmanager
 def without_shared_memory() -> Iterator[None]:
-    """Let the backend do all collectives of this thread inside the context."""
+    """Let the backend do all collectives of this thread inside the context, which all ranks must enter."""
     before = _is_used.set(False)
     try:
         yield
@@ -68,14 +67,15 @@ def shared_memory_of(group: Group, tensor: torch.Tensor) -> SharedMemory | None:
 
 
 class SharedMemory:
-    """Memory that the ranks of a group map, with two slots per rank.
+    """Memory that the ranks of a communicator map, with two slots per rank.
 
     Piece ``n`` of all tensors uses slot ``n % 2`` of each rank. A rank writes its slot, sends a notice to the other
     ranks, and waits for their notices before it reads their slots. It writes piece ``n`` only after it has read piece
     ``n - 1``, for which it had notices from all ranks. They sent these notices after they had read piece ``n - 2``, so
     no rank still reads the slot.
 
-    After an error the memory is broken: the connections are closed, and every further collective fails at once.
+    A communicator has at most one collective in flight: starting another one first waits for it. After an error the
+    connections are closed, and every further collective fails at once.
 
     ``slots`` are the slots of each rank, and ``peers`` the connections to the other ranks, by rank in the communicator.
     """
@@ -88,26 +88,20 @@ class SharedMemory:
         peers: Mapping[int, socket.socket],
     ) -> None:
         # A reference to the group would keep its communicator, and with it the connections.
-        self._ranks = dist.get_process_group_ranks(handle)
+        self._ranks = tuple(dist.get_process_group_ranks(handle))
         self._rank = dist.get_rank(handle)
-        self._name = f"{group.name} (ranks {format_ranks(tuple(self._ranks))})"
         self._recorder = None if group.flight is None else group.flight.recorder
         self._slots = slots
         self._peers = peers
         self._timeout_s = handle._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         self._num_written = 0
-        self._num_notices = dict.fromkeys(peers, 0)
         self._pending: SharedMemoryWork | None = None
         self._is_broken = False
         weakref.finalize(self, _close, peers.values())
 
-    @property
-    def size(self) -> int:
-        return len(self._slots)
-
     def all_reduce(self, tensor: torch.Tensor, async_op: bool = False) -> SharedMemoryWork | None:
         """Sum a contiguous tensor in place over the ranks."""
-        flat = tensor.detach().view(-1)
+        flat = tensor.data.view(-1)
 
         def add(pieces: Sequence[torch.Tensor], start: int, end: int) -> None:
             _add(pieces, flat[start:end])
@@ -118,25 +112,32 @@ class SharedMemory:
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False
     ) -> SharedMemoryWork | None:
         """Sum a contiguous tensor over the ranks and write this rank's shard along dim 0 to ``output``."""
-        flat = output.detach().view(-1)
+        self._check(output, tensor)
+        flat = output.data.view(-1)
 
         def add(pieces: Sequence[torch.Tensor], start: int, end: int) -> None:
             _add([piece[self._rank] for piece in pieces], flat[start:end])
 
-        return self._start(tensor.detach().view(self.size, -1), add, async_op)
+        return self._start(tensor.data.view(len(self._ranks), -1), add, async_op)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False) -> SharedMemoryWork | None:
         """Write the ranks' contiguous tensors to ``output``, concatenated along dim 0."""
-        rows = output.detach().view(self.size, -1)
+        self._check(tensor, output)
+        rows = output.data.view(len(self._ranks), -1)
 
         def copy(pieces: Sequence[torch.Tensor], start: int, end: int) -> None:
             for row, piece in zip(rows, pieces):
                 row[start:end].copy_(piece[0])
 
-        return self._start(tensor.detach().view(1, -1), copy, async_op)
+        return self._start(tensor.data.view(1, -1), copy, async_op)
+
+    def _check(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
+        num_ranks = len(self._ranks)
+        assert whole.numel() == num_ranks * shard.numel(), f"{whole.numel()} is not {num_ranks} × {shard.numel()}"
+        assert whole.dtype == shard.dtype, f"{whole.dtype} is not {shard.dtype}"
 
     def _start(self, tensor: torch.Tensor, read: Read, async_op: bool) -> SharedMemoryWork | None:
-        """Start a collective after the one that is in flight; an asynchronous one ends here if it has several pieces.
+        """Start a collective. An asynchronous collective of several pieces ends before this returns.
 
         Shapes: ``tensor: [rows, columns]``.
         """
@@ -144,9 +145,11 @@ class SharedMemory:
         if self._pending is not None:
             self._pending.wait()
         work = SharedMemoryWork(self, tensor, read)
-        if async_op and work.has_one_piece:
-            self._pending = work
-        else:
+        with self._broken_by_errors():
+            self._write(work.pieces[0])
+            if async_op and len(work.pieces) == 1:
+                self._pending = work
+        if self._pending is None:
             work.wait()
         if not async_op:
             return None
@@ -154,111 +157,107 @@ class SharedMemory:
             self._recorder.waited_s += time.monotonic() - begun
         return work
 
-    def write(self, piece: torch.Tensor) -> None:
-        """Copy a piece of this rank's tensor into its slot, and notify the other ranks.
+    def finish(self, work: SharedMemoryWork) -> None:
+        """Exchange the rest of the collective in flight.
 
         Raises:
-            DistNetworkError: a rank has closed its connection.
-        """
-        with self._broken_by_errors():
-            self._slot(self._rank, self._num_written, piece).copy_(piece)
-            self._num_written += 1
-            for rank, peer in self._peers.items():
-                try:
-                    peer.sendall(_NOTICE)
-                except OSError as error:
-                    raise self._lost(rank) from error
-
-    def read(self, piece: torch.Tensor) -> list[torch.Tensor]:
-        """Wait until all ranks have written the piece that this rank wrote last, and return views of it, by rank.
-
-        Raises:
-            DistNetworkError: a rank has closed its connection, or has not written its piece within the timeout.
+            DistNetworkError: a rank has closed its connection, has not written its tensor within the timeout, or has
+                written a tensor of another size.
             GivenUpError: communication was given up.
         """
         with self._broken_by_errors():
-            for rank in self._peers:
-                self._wait_for(rank)
-        return [self._slot(rank, self._num_written - 1, piece) for rank in range(self.size)]
-
-    def end(self, work: SharedMemoryWork) -> None:
-        """Record that a collective has ended."""
-        if self._pending is work:
+            start = 0
+            for number, piece in enumerate(work.pieces):
+                if number:
+                    self._write(piece)
+                for rank in self._peers:
+                    self._wait_for(rank, piece.nbytes)
+                end = start + piece.shape[1]
+                work.read([self._slot(rank, piece) for rank in range(len(self._ranks))], start, end)
+                start = end
             self._pending = None
 
     @contextmanager
     def _broken_by_errors(self) -> Iterator[None]:
         if self._is_broken:
-            raise dist.DistNetworkError(f"Connection closed: an earlier collective of group {self._name} has failed")
+            raise dist.DistNetworkError(f"Connection closed: an earlier collective of {self._group} has failed")
         try:
             yield
         except BaseException:
-            self._is_broken = True
+            self._is_broken, self._pending = True, None
+            for peer in self._peers.values():
+                # A forked child may have the socket too, so closing it may not notify the other rank.
+                with suppress(OSError):
+                    peer.shutdown(socket.SHUT_RDWR)
             _close(self._peers.values())
             raise
 
-    def _slot(self, rank: int, number: int, piece: torch.Tensor) -> torch.Tensor:
-        start = number % _NUM_SLOTS * _SLOT_BYTES
+    def _write(self, piece: torch.Tensor) -> None:
+        """Copy a piece of this rank's tensor into its next slot, and notify the other ranks."""
+        self._num_written += 1
+        self._slot(self._rank, piece).copy_(piece)
+        for rank, peer in self._peers.items():
+            try:
+                peer.sendall(_NOTICE.pack(piece.nbytes))
+            except OSError as error:
+                raise self._lost(rank) from error
+
+    def _slot(self, rank: int, piece: torch.Tensor) -> torch.Tensor:
+        """Return the last written slot of a rank, with the shape of a piece."""
+        start = self._num_written % _NUM_SLOTS * _SLOT_BYTES
         return self._slots[rank][start : start + piece.nbytes].view(piece.dtype).view(piece.shape)
 
-    def _wait_for(self, rank: int) -> None:
+    def _wait_for(self, rank: int, size: int) -> None:
         deadline = time.monotonic() + self._timeout_s
-        while (missing := self._num_written - self._num_notices[rank]) > 0:
+        while True:
             try:
-                notices = self._peers[rank].recv(missing)
+                notice = self._peers[rank].recv(_NOTICE.size)
+                break
             except TimeoutError:
                 if self._recorder is not None:
                     self._recorder.ensure_not_given_up()
-                if time.monotonic() < deadline:
-                    continue
-                raise dist.DistNetworkError(
-                    f"rank {self._ranks[rank]} has not taken part in a collective of group {self._name} within "
-                    f"{self._timeout_s:g} s; if it is only slow, use a longer --distributed-timeout-minutes"
-                ) from None
+                if time.monotonic() > deadline:
+                    raise dist.DistNetworkError(
+                        f"rank {self._ranks[rank]} has not taken part in a collective of {self._group} within "
+                        f"{self._timeout_s:g} s; if it is only slow, use a longer --distributed-timeout-minutes"
+                    ) from None
             except OSError as error:
                 raise self._lost(rank) from error
-            if not notices:
-                raise self._lost(rank)
-            self._num_notices[rank] += len(notices)
+        if not notice:
+            raise self._lost(rank)
+        (found,) = _NOTICE.unpack(notice)
+        if found != size:
+            raise dist.DistNetworkError(
+                f"rank {self._ranks[rank]} of {self._group} exchanges {found} bytes and rank "
+                f"{self._ranks[self._rank]} {size} bytes; a collective needs tensors of the same size on all ranks"
+            )
+
+    @property
+    def _group(self) -> str:
+        return f"ranks {format_ranks(self._ranks)}"
 
     def _lost(self, rank: int) -> dist.DistNetworkError:
-        return dist.DistNetworkError(f"Connection closed by rank {self._ranks[rank]} of group {self._name}")
+        return dist.DistNetworkError(f"Connection closed by rank {self._ranks[rank]} of {self._group}")
 
 
 class SharedMemoryWork:
-    """Collective in flight: its first piece is written, and ``wait`` exchanges the rest.
+    """Collective of which the first piece is written.
 
     Shapes: ``tensor: [rows, columns]``, cut into pieces along the columns.
     """
 
     def __init__(self, memory: SharedMemory, tensor: torch.Tensor, read: Read) -> None:
         self._memory = memory
-        self._tensor = tensor
-        self._read = read
-        self._width = _SLOT_BYTES // (tensor.shape[0] * tensor.element_size())
+        width = _SLOT_BYTES // (tensor.shape[0] * tensor.element_size())
+        self.pieces = [tensor[:, start : start + width] for start in range(0, tensor.shape[1], width)]
+        self.read = read
         self._is_over = False
-        memory.write(tensor[:, : self._width])
-
-    @property
-    def has_one_piece(self) -> bool:
-        return self._tensor.shape[1] <= self._width
 
     def wait(self) -> None:
-        """Wait for the other ranks and write the result.
-
-        Raises:
-            DistNetworkError: a rank has closed its connection, or has not written its tensor within the timeout.
-            GivenUpError: communication was given up.
-        """
-        if self._is_over:
-            return
-        for start in range(0, self._tensor.shape[1], self._width):
-            piece = self._tensor[:, start : start + self._width]
-            if start:
-                self._memory.write(piece)
-            self._read(self._memory.read(piece), start, start + piece.shape[1])
-        self._is_over = True
-        self._memory.end(self)
+        """Wait for the other ranks and write the result; see `SharedMemory.finish` for errors."""
+        if not self._is_over:
+            self._memory.finish(self)
+            self._is_over = True
 
 
 def _add(pieces: Sequence[torch.Tensor], output: torch.Tensor) -> None:
@@ -293,7 +292,7 @@ def _connect(group: Group, handle: dist.ProcessGroup) -> SharedMemory | None:
                 descriptors[rank], peers[rank] = descriptor, peer
                 socket.send_fds(peer, [bytes([own_rank])], [own])
             slots = [_map(descriptors[rank]) for rank in range(size)]
-        except (OSError, ValueError):  # The other ranks must not wait for this one's answer.
+        except (OSError, ValueError, KeyError):  # The other ranks must not wait for this one's answer.
             _close([listener, *peers.values()])
         if not _is_true_on_all(bool(slots), handle):
             return None
@@ -332,16 +331,16 @@ def _call(name: bytes | None, rank: int, memory: int) -> socket.socket:
 
 def _accept(listener: socket.socket, resources: ExitStack) -> tuple[int, int, socket.socket]:
     """Accept the call of another rank, and return this rank, the descriptor of its slots and the connection."""
-    with ExitStack() as on_error:
-        peer = on_error.enter_context(listener.accept()[0])
-        peer.settimeout(_CONNECT_S)
-        size = struct.calcsize("3i")
-        _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-        if user != os.getuid():
-            raise PermissionError(f"a process of user {user} has called")
-        rank, descriptor = _receive(peer, resources)
-        on_error.pop_all()
-        return rank, descriptor, peer
+    size = struct.calcsize("3i")
+    while True:
+        with ExitStack() as on_error:
+            peer = on_error.enter_context(listener.accept()[0])
+            peer.settimeout(_CONNECT_S)
+            _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+            if user == os.getuid():
+                rank, descriptor = _receive(peer, resources)
+                on_error.pop_all()
+                return rank, descriptor, peer
 
 
 def _receive(peer: socket.socket, resources: ExitStack) -> tuple[int, int]:
