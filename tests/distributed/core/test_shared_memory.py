@@ -178,8 +178,10 @@ def lose_a_rank() -> str:
 
 def test_a_lost_rank_is_named() -> None:
     first, _, third = run_distributed(3, lose_a_rank)
-    assert first == "Connection closed by rank 1 of ranks 0-2"
-    assert third.startswith("Connection closed by rank")
+    # The first rank to notice closes its own connections, so the other one may notice these.
+    named = "Connection closed by rank 1 of ranks 0-2"
+    assert named in (first, third)
+    assert {first, third} <= {named, *(f"Connection closed by rank {rank} of ranks 0-2" for rank in (0, 2))}
 
 
 def wait_in_vain(is_given_up: bool) -> str:
