@@ -220,16 +220,17 @@ def collect_after_a_timeout() -> list[str]:
     collectives.all_reduce(torch.ones(4), group)
     memory = shared_memory._memories[group.handle]
     assert memory is not None
+    errors = []
     if group.rank == 0:
         memory._timeout_s = 0.3
     else:
-        time.sleep(1.0)
-    errors = []
+        dist.recv(torch.empty(1), 0)
     for _ in range(2):
         with pytest.raises(dist.DistNetworkError) as caught:
             collectives.all_reduce(torch.ones(40), group)
         errors.append(str(caught.value))
-    dist.barrier()
+        if group.rank == 0 and len(errors) == 1:
+            dist.send(torch.zeros(1), 1)
     return errors
 
 
