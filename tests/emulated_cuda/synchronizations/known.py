@@ -15,6 +15,7 @@ APART: dict[str, tuple[str, str]] = {
     "megatron/data/": (HOST, "processes that prepare data"),
     "megatron/checkpoint/formats/": (HOST, "processes, and descriptions of sizes"),
     "megatron/core/console.py:waiting": (HOST, "the thread that draws"),
+    "megatron/core/shared_memory.py:": (HOST, "other ranks; the tensors are in host memory"),
     "megatron/plotting/": (HOST, "a server of records"),
     "megatron/serving/job_queue.py:": (HOST, "threads of a server"),
     "megatron/checkpoint/local_copies.py:": (HOST, "descriptions of files and sizes"),
